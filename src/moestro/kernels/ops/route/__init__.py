@@ -1,0 +1,1 @@
+"""Expert choice: logits [T, E] -> ids [T, K] and mixing weights [T, K]."""
