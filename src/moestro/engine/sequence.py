@@ -1,0 +1,67 @@
+"""One continuation being made: its tokens, how many of them have gone through the model, and the pages that hold them. No torch."""
+
+from __future__ import annotations
+
+from moestro.engine.request import FinishReason, Request
+
+
+class Sequence:
+    """The state of one completion of a request.
+
+    token_ids: prompt, then output. num_computed: how many of them, from the start, are in the KV cache; a preemption sets it back to
+    0 and keeps the tokens. The last token is not computed until it is fed to the step that chooses the next one.
+    """
+
+    def __init__(self, request: Request, index: int, *, seed: int, end_ids: frozenset[int], max_tokens: int) -> None:
+        self.request = request
+        self.index = index
+        self.seed = seed
+        self.end_ids = end_ids
+        self.max_tokens = max_tokens
+        self.token_ids = list(request.prompt_token_ids)
+        self.num_prompt = len(request.prompt_token_ids)
+        self.num_computed = 0
+        self.num_cached = 0
+        self.num_preemptions = 0
+        self.pages: list[int] = []
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | str | None = None
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return self.request.request_id, self.index
+
+    @property
+    def num_output(self) -> int:
+        return len(self.token_ids) - self.num_prompt
+
+    @property
+    def num_to_compute(self) -> int:
+        return len(self.token_ids) - self.num_computed
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether the logits of the prompt's own positions are still needed."""
+        return self.request.params.prompt_logprobs is not None and self.index == 0 and self.num_output == 0
+
+    def append(self, token_id: int) -> None:
+        """Add a chosen token and decide whether it ends the sequence."""
+        self.token_ids.append(token_id)
+        params = self.request.params
+        if self.num_output >= params.min_tokens:
+            if token_id in self.end_ids and not params.ignore_eos:
+                self.finish("stop", token_id)
+                return
+            if token_id in params.stop_token_ids:
+                self.finish("stop", token_id)
+                return
+        if self.num_output >= self.max_tokens:
+            self.finish("length")
+
+    def finish(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:
+        if self.finish_reason is None:
+            self.finish_reason, self.stop_reason = reason, stop_reason
