@@ -23,12 +23,14 @@ class ScheduledSequence:
 
     start: index in the sequence of the first token computed. num_tokens: how many are computed. num_logits: how many of the last
     ones need logits: 0 inside a prompt, 1 at its end or when decoding, more when several tokens are verified or a prompt is scored.
+    samples: whether the last of them chooses a new token.
     """
 
     sequence: Sequence
     start: int
     num_tokens: int
     num_logits: int
+    samples: bool
 
 
 @dataclass(frozen=True)
@@ -59,8 +61,7 @@ class Scheduler:
     """Owns the waiting and running sequences and their pages."""
 
     def __init__(self, pool: PagePool, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
-        assert max_num_seqs >= 1
-        assert max_num_batched_tokens >= 1
+        assert 1 <= max_num_seqs <= max_num_batched_tokens, "every running sequence must be able to advance in a step"
         self.pool = pool
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -84,19 +85,11 @@ class Scheduler:
         """Choose the next step's work; preempts and admits as needed. An empty plan means that there is nothing to do."""
         budget = self.max_num_batched_tokens
         scheduled: list[ScheduledSequence] = []
-        preempted = False
-        for sequence in list(self.running):
+        preempted = self._grow_running()
+        for sequence in sorted(self.running, key=lambda s: s.num_to_compute > 1):  # decoding ones first: they wait for no prompt
             if budget == 0:
                 break
-            if sequence not in self.running:
-                continue  # given up for an older one
-            while not self._grow(sequence):
-                preempted = True
-                self._preempt(self.running[-1])
-                if sequence not in self.running:
-                    break
-            else:
-                budget -= self._schedule(sequence, budget, scheduled)
+            budget -= self._schedule(sequence, budget, scheduled)
         if not preempted:
             self._admit(budget, scheduled)
         return StepPlan(tuple(scheduled))
@@ -137,15 +130,20 @@ class Scheduler:
         num_tokens = min(sequence.num_to_compute, budget)
         ends = num_tokens == sequence.num_to_compute
         num_logits = num_tokens if sequence.wants_prompt_logprobs else int(ends)
-        scheduled.append(ScheduledSequence(sequence, sequence.num_computed, num_tokens, num_logits))
+        scheduled.append(ScheduledSequence(sequence, sequence.num_computed, num_tokens, num_logits, ends))
         return num_tokens
 
+    def _grow_running(self) -> bool:
+        """Give every running sequence the pages of all its tokens, oldest first; whether any had to be preempted for it."""
+        before = self.stats.preemptions
+        for sequence in list(self.running):
+            while sequence in self.running and not self._grow(sequence):
+                self._preempt(self.running[-1])
+        return self.stats.preemptions > before
+
     def _grow(self, sequence: Sequence) -> bool:
-        """Give a running sequence the pages of all its tokens; False when the pool has none left."""
         missing = self.pool.pages_for(len(sequence.token_ids)) - len(sequence.pages)
-        if missing <= 0:
-            return True
-        pages = self.pool.allocate(missing)
+        pages = self.pool.allocate(max(0, missing))
         if pages is None:
             return False
         sequence.pages += pages
