@@ -12,8 +12,8 @@ from moestro.text.tokenizer import Tokenizer, read_json
 def stop_ids(folder: str | Path, tokenizer: Tokenizer | None = None) -> tuple[int, ...]:
     """End token ids, ascending: the union of config.json, generation_config.json and tokenizer_config.json.
 
-    tokenizer: that of the folder, where it is loaded already. Raises CheckpointError for an eos_token_id that is neither
-    an id nor a list of them.
+    tokenizer: that of the folder, where it is loaded already. Raises CheckpointError for an eos_token_id that is
+    neither an id nor a list of them.
     """
     folder = Path(folder)
     tokenizer = tokenizer or Tokenizer.load(folder)

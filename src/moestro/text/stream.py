@@ -8,7 +8,7 @@ from typing import Protocol
 from moestro.text.tokenizer import Tokenizer, byte_level_bytes
 
 # A run of <0x..> tokens is read as UTF-8 as a whole or not at all, so it is held until it ends, but no longer than
-# this: four characters of four bytes. A longer run that later turns out to be invalid keeps the characters already sent.
+# this: four characters of four bytes. A longer run that later turns out to be invalid keeps what was already sent.
 MAX_HELD_BYTES = 16
 # Tokens without any text at the start of a text (a lone space that the decoder strips) are held no longer than this.
 _MAX_EMPTY_START = 16
