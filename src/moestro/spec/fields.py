@@ -16,11 +16,13 @@ Activation = Literal["swiglu", "swiglu_clamped"]
 class RouterSpec:
     """How the router turns logits [T, E] into top_k expert ids and weights.
 
-    scoring: "softmax" scores over all experts; "sigmoid" a score an expert (DeepSeek-V3); "topk_softmax" softmax over the chosen
-        logits only (gpt-oss, Granite); "sparsemixer" the two-step masked softmax of Phi-3.5-MoE (arXiv 2310.00811).
-    renormalize: divide the chosen weights by their sum ("topk_softmax" and "sparsemixer" define their own weights: False).
+    scoring: "softmax" scores over all experts; "sigmoid" a score an expert (DeepSeek-V3); "topk_softmax" softmax over
+        the chosen logits only (gpt-oss, Granite); "sparsemixer" the two-step masked softmax of Phi-3.5-MoE (arXiv
+        2310.00811).
+    renormalize: divide the chosen weights by their sum ("topk_softmax" and "sparsemixer" define their own: False).
     routed_scaling_factor: multiplies the weights, renormalised or not; never the shared experts.
-    num_groups, top_groups: keep the best top_groups of num_groups equal groups of experts, then choose inside them; None: no groups.
+    num_groups, top_groups: keep the best top_groups of num_groups equal groups of experts, then choose inside them;
+        None: no groups.
     group_score: a group's score is the best of its (biased) scores, or the sum of its best two (DeepSeek-V3).
     jitter_eps: width of the sparsemixer mask.
     """
@@ -87,12 +89,14 @@ class AttentionSpec:
     """One layer's attention. Grouped-query ("gqa") or multi-head latent ("mla", DeepSeek).
 
     head_dim: width of a query/key head (mla: qk_nope_head_dim + qk_rope_head_dim); v_head_dim: of a value head.
-    softmax_scale: multiplies q.k; whatever a family folds in (1/sqrt(head_dim), YaRN's mscale, Granite's multiplier) is in it.
-    qk_norm: RMS norm of q and k before RoPE, a head ("head", weight [head_dim]) or over all heads ("full", weight [H*head_dim]).
-    clip_qkv: clamp q, k, v to +-this after the projection (OLMoE).
+    softmax_scale: multiplies q.k, with whatever a family folds in (1/sqrt(head_dim), YaRN's mscale, Granite's multiplier).
+    qk_norm: RMS norm of q and k before RoPE, a head ("head", weight [head_dim]) or over all heads ("full", weight
+        [H*head_dim]).
+    clip_qkv: clamp q, k, v to +-this, q and k after their norm (OLMoE).
     window: query i sees keys i-window+1..i; None sees all.
     sinks: a learned logit a head joins the softmax's denominator, without a value (gpt-oss).
     q_lora_rank, kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim: mla only.
+    latent_norm_eps: mla only, epsilon of the norms of the two latents; DeepSeek's code fixes it, whatever rms_norm_eps says.
     """
 
     kind: Literal["gqa", "mla"]
@@ -112,6 +116,7 @@ class AttentionSpec:
     kv_lora_rank: int = 0
     qk_nope_head_dim: int = 0
     qk_rope_head_dim: int = 0
+    latent_norm_eps: float = 1e-6
 
     @property
     def kv_values_per_token(self) -> int:
@@ -134,11 +139,12 @@ class MoESpec:
     """A mixture-of-experts block.
 
     expert_width: intermediate width F of one routed expert.
-    activation: "swiglu", or "swiglu_clamped" (gpt-oss: (clamp(up)+1) * gate * sigmoid(1.702*gate), gate clamped from above).
+    activation: "swiglu", or "swiglu_clamped" (gpt-oss: (clamp(up)+1) * gate * sigmoid(1.702*gate), gate clamped above).
     activation_limit: the clamp of "swiglu_clamped".
     expert_bias, router_bias: the experts' two projections / the router's projection have a bias.
     selection_bias: a learned bias an expert that changes the choice, not the weights (float32 always).
-    shared_width: total intermediate width of the shared experts, 0 for none; shared_gate: their output is scaled by sigmoid(gate(x)).
+    shared_width: total intermediate width of the shared experts, 0 for none; shared_gate: their output is scaled by
+        sigmoid(gate(x)).
     """
 
     router: RouterSpec
@@ -177,7 +183,7 @@ class ModelSpec:
     quantization: the quantization_config of config.json, None when there is none.
     eos_ids, bos_id: special tokens named by config.json.
     dtype: dtype named by config.json ("bfloat16"), None when it names none.
-    blockers: why this model can be described but not run (an option or format that is not implemented), each a sentence.
+    blockers: why this model can be described but not run (an option or format not implemented), each a sentence.
     ignored: config keys that have no effect on inference here, for `inspect`.
     """
 

@@ -227,7 +227,7 @@ def _longrope(
     attention_factor = inner.optional("attention_factor", float, at_least=0.0)
     if attention_factor is None:
         attention_factor = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
-    long_cos_sin_factor = None
+    long_cos_sin_factor = attention_factor
     if own_mscales:
         attention_factor = _number_to_run(inner, "short_mscale")
         long_cos_sin_factor = _number_to_run(inner, "long_mscale")

@@ -1,8 +1,8 @@
 """The tensors a model is made of: names and shapes in moestro's own layout, derived from the spec alone.
 
-One table serves the parameter count, the strict assembly of checkpoints, the random checkpoints of the tests and the decoder.
-Projections that read the same input are stacked along their rows (q, k, v; gate, up), and the experts of a layer are one tensor with
-the expert first. Linear weights are [out, in].
+One table serves the parameter count, the strict assembly of checkpoints, the random checkpoints of the tests and the
+decoder. Projections that read the same input are stacked along their rows (q, k, v; gate, up), and the experts of a
+layer are one tensor with the expert first. Linear weights are [out, in].
 
 D width, V vocabulary, H heads, E experts, F expert width.
 """
@@ -23,10 +23,10 @@ Role = Literal["embedding", "head", "norm", "attention", "dense", "router", "exp
 class TensorSpec:
     """One tensor of the model.
 
-    shape: as moestro holds it. rows: named blocks along the row axis (axis 0, or 1 behind the expert axis) as (name, size), in order;
-        empty when the tensor is not stacked.
+    shape: as moestro holds it. rows: named blocks along the row axis (axis 0, or 1 behind the expert axis) as (name,
+        size), in order; empty when the tensor is not stacked.
     role: what it counts as in memory reports.
-    precision: "model" follows the chosen dtype; "float32" is kept in float32 whatever the model dtype (selection bias, sinks).
+    precision: "model" follows the chosen dtype; "float32" is kept in float32 whatever it is (selection bias, sinks).
     """
 
     shape: tuple[int, ...]
@@ -103,7 +103,10 @@ def _mla_tensors(a: AttentionSpec, D: int) -> Iterator[tuple[str, TensorSpec]]:
     if a.qkv_bias:
         yield "attn.kv_a.bias", TensorSpec((latent,), "attention")
     yield "attn.kv_a_norm.weight", TensorSpec((a.kv_lora_rank,), "norm")
-    yield "attn.kv_b.weight", TensorSpec((a.num_heads * (a.qk_nope_head_dim + a.v_head_dim), a.kv_lora_rank), "attention")
+    yield (
+        "attn.kv_b.weight",
+        TensorSpec((a.num_heads * (a.qk_nope_head_dim + a.v_head_dim), a.kv_lora_rank), "attention"),
+    )
     yield "attn.o.weight", TensorSpec((D, a.num_heads * a.v_head_dim), "attention")
     if a.o_bias:
         yield "attn.o.bias", TensorSpec((D,), "attention")
