@@ -89,14 +89,16 @@ class AttentionSpec:
     """One layer's attention. Grouped-query ("gqa") or multi-head latent ("mla", DeepSeek).
 
     head_dim: width of a query/key head (mla: qk_nope_head_dim + qk_rope_head_dim); v_head_dim: of a value head.
-    softmax_scale: multiplies q.k, with whatever a family folds in (1/sqrt(head_dim), YaRN's mscale, Granite's multiplier).
+    softmax_scale: multiplies q.k, with whatever a family folds in (1/sqrt(head_dim), YaRN's mscale, Granite's
+    multiplier).
     qk_norm: RMS norm of q and k before RoPE, a head ("head", weight [head_dim]) or over all heads ("full", weight
         [H*head_dim]).
     clip_qkv: clamp q, k, v to +-this, q and k after their norm (OLMoE).
     window: query i sees keys i-window+1..i; None sees all.
     sinks: a learned logit a head joins the softmax's denominator, without a value (gpt-oss).
     q_lora_rank, kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim: mla only.
-    latent_norm_eps: mla only, epsilon of the norms of the two latents; DeepSeek's code fixes it, whatever rms_norm_eps says.
+    latent_norm_eps: mla only, epsilon of the norms of the two latents; DeepSeek's code fixes it, whatever rms_norm_eps
+    says.
     """
 
     kind: Literal["gqa", "mla"]

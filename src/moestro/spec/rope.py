@@ -91,13 +91,6 @@ def inverse_frequencies(rope: RopeSpec, context: int | None = None) -> list[floa
     return plain
 
 
-def cos_sin_factor(rope: RopeSpec, context: int | None = None) -> float:
-    """What cos and sin are multiplied by; longrope may state another factor for long contexts."""
-    if rope.long_cos_sin_factor is not None and _is_long(rope, context):
-        return rope.long_cos_sin_factor
-    return rope.cos_sin_factor
-
-
 def yarn_correction_range(rope: RopeSpec) -> tuple[float, float]:
     """The dimensions between which YaRN goes over from the original to the interpolated frequencies."""
     assert rope.original_max_position is not None

@@ -1,0 +1,61 @@
+"""Where a model comes from: a folder, or a repository of the Hugging Face hub."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
+from huggingface_hub.utils.tqdm import tqdm
+
+from moestro.errors import CheckpointError
+
+# What a model is made of here; no pickles, no code.
+FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+
+Progress = Callable[[int, int], None]
+
+
+def resolve_model(name_or_path: str | Path, progress: Progress | None = None) -> Path:
+    """The folder of a model, downloaded first when it is the name of a hub repository ("org/name").
+
+    progress: called with bytes done and bytes known so far. Raises CheckpointError when there is neither such a folder
+    nor such a repository, or the hub cannot be reached.
+    """
+    path = Path(name_or_path).expanduser()
+    if path.is_dir():
+        return path
+    name = str(name_or_path)
+    if path.exists():
+        raise CheckpointError(f"{name} is a file; a model is a folder with config.json and safetensors files")
+    if not _HUB_NAME.fullmatch(name):
+        raise CheckpointError(f"{name} is neither a folder nor a hub repository like Qwen/Qwen3-30B-A3B")
+    try:
+        return Path(snapshot_download(name, allow_patterns=FILES, tqdm_class=_bar(progress) if progress else None))
+    except GatedRepoError:
+        raise CheckpointError(f"{name} asks for an agreement on the hub first; accept it there and log in") from None
+    except RepositoryNotFoundError:
+        raise CheckpointError(f"{name} is not a folder here, and the hub has no such repository open to you") from None
+    except (OSError, HFValidationError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise CheckpointError(f"{name} is not a folder here, and it could not be downloaded: {reason}") from None
+
+
+def _bar(progress: Progress) -> type[Any]:
+    """A progress bar for the hub's library that calls back in place of drawing."""
+
+    class CallbackBar(tqdm):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            kwargs["disable"] = False
+            super().__init__(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+        def display(self, *args: Any, **kwargs: Any) -> None:
+            # Bars over files are drawn too; only those over bytes are of use to the caller.
+            if self.unit == "B":
+                progress(int(self.n), int(self.total or 0))
+
+    return CallbackBar

@@ -1,0 +1,37 @@
+"""What `moestro inspect` says of a model, as plain data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from moestro.spec.count import ACTIVE_PARAMS_COUNTS, active_params, kv_bytes_per_token, total_params, weight_bytes
+from moestro.spec.fields import ModelSpec, MoESpec
+
+
+def describe(spec: ModelSpec) -> dict[str, Any]:
+    """Sizes and options of a model, ready for JSON.
+
+    weight_bytes is None when config.json does not say enough, and weight_bytes_estimated when a quantised format's rules were
+    assumed. kv_bytes_per_token has one value a cache dtype.
+    """
+    moe = next(layer.mlp for layer in spec.layers if isinstance(layer.mlp, MoESpec)) if spec.moe_layers else None
+    weights = weight_bytes(spec)
+    return {
+        "architecture": spec.architecture,
+        "family": spec.family,
+        "num_layers": spec.num_layers,
+        "num_moe_layers": len(spec.moe_layers),
+        "num_experts": moe.router.num_experts if moe else 0,
+        "top_k": moe.router.top_k if moe else 0,
+        "max_position": spec.max_position or None,
+        "dtype": spec.dtype,
+        "total_params": total_params(spec),
+        "active_params": active_params(spec),
+        "active_params_counts": ACTIVE_PARAMS_COUNTS,
+        "weight_bytes": weights.value,
+        "weight_bytes_estimated": weights.estimate,
+        "kv_bytes_per_token": {dtype: kv_bytes_per_token(spec, dtype) for dtype in ("float32", "bfloat16")},
+        "quantization": spec.quantization,
+        "blockers": list(spec.blockers),
+        "ignored": list(spec.ignored),
+    }
