@@ -9,7 +9,9 @@ logger = logging.getLogger("moestro")
 
 
 def setup_logging(level: str = "info") -> None:
-    """Send moestro's log lines to stderr, time first. Called by the command line only; libraries do not configure logging."""
+    """Send moestro's log lines to stderr, time first. Called by the command line only; libraries do not configure
+    logging.
+    """
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S"))
     logger.handlers[:] = [handler]

@@ -29,7 +29,7 @@ def _positive_int(text: str) -> int:
 
 
 _TABLE = (
-    Variable("MOESTRO_CACHE", Path, None, "folder for the converted demo model and compiled kernels (~/.cache/moestro)"),
+    Variable("MOESTRO_CACHE", Path, None, "folder for the demo model and compiled kernels (~/.cache/moestro)"),
     Variable("MOESTRO_LOG_LEVEL", str, "info", "debug, info, warning or error"),
     Variable("MOESTRO_NUM_THREADS", _positive_int, None, "CPU threads for kernels (all cores of this process)"),
     Variable("MOESTRO_KERNELS", str, None, "implementation to prefer in kernels/select: reference, numba"),

@@ -172,7 +172,12 @@ def test_c48_padding_goes_nowhere() -> None:
 
 @pytest.mark.parametrize(
     ("logits", "bias"),
-    [(torch.zeros(2, 3), None), (torch.zeros(4), None), (torch.zeros(2, 4).int(), None), (torch.zeros(2, 4), torch.zeros(3))],
+    [
+        (torch.zeros(2, 3), None),
+        (torch.zeros(4), None),
+        (torch.zeros(2, 4).int(), None),
+        (torch.zeros(2, 4), torch.zeros(3)),
+    ],
 )
 def test_wrong_shapes_are_named(logits: torch.Tensor, bias: torch.Tensor | None) -> None:
     with pytest.raises(SettingError, match=r"\[T, 4\]|\[4\]"):
@@ -191,5 +196,5 @@ def test_wrong_shapes_are_named(logits: torch.Tensor, bias: torch.Tensor | None)
     ],
 )
 def test_impossible_specs_are_refused(fields: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match="top_k|num_groups|top_groups"):
+    with pytest.raises(ValueError, match=r"top_k|num_groups|top_groups"):
         RouterSpec(**fields)  # type: ignore[arg-type]

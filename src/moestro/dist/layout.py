@@ -1,4 +1,5 @@
-"""Who owns what: how heads, widths and experts are split over ranks. Pure arithmetic, used by loader, dispatch and planner alike."""
+"""Who owns what: how heads, widths and experts are split over ranks. Pure arithmetic, used by loader, dispatch and
+planner alike."""
 
 from __future__ import annotations
 
@@ -6,7 +7,9 @@ from dataclasses import dataclass
 
 
 def split(count: int, num_ranks: int) -> list[range]:
-    """Contiguous shares of `count` things: the first count % num_ranks ranks get one more (C42). Shares may be empty."""
+    """Contiguous shares of `count` things: the first count % num_ranks ranks get one more (C42). Shares may be
+    empty.
+    """
     if count < 0 or num_ranks < 1:
         raise ValueError(f"cannot split {count} over {num_ranks} ranks")
     base, extra = divmod(count, num_ranks)

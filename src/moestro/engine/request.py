@@ -22,16 +22,17 @@ MAX_N = 64
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How to choose the next tokens of one request, and when to stop. Names and meanings are vLLM's.
 
-    n: completions a prompt. temperature: 0 is greedy. top_k: 0 (or -1) is off. min_p: keeps tokens with at least min_p times the
-        probability of the likeliest one.
+    n: completions a prompt. temperature: 0 is greedy. top_k: 0 (or -1) is off. min_p: keeps tokens with at least min_p
+        times the probability of the likeliest one.
     repetition_penalty divides positive and multiplies negative logits of tokens in prompt or output (arXiv 1909.05858);
-        presence_penalty and frequency_penalty subtract once / once an occurrence for tokens in the output (OpenAI's meaning).
+        presence_penalty and frequency_penalty subtract once / once an occurrence for tokens in the output (OpenAI's
+        meaning).
     seed: the same seed gives the same tokens, alone or in a batch. None takes a fresh one.
     stop: strings that end the text (not part of it unless include_stop_str_in_output); stop_token_ids: ids that end it.
     logit_bias: added to the logits of these ids, -100..100. min_tokens: no end token or stop id before so many.
     max_tokens: None means up to the context limit. ignore_eos: go on past end tokens.
-    logprobs, prompt_logprobs: that many likeliest tokens a position, besides the one chosen; taken from the model's own logits,
-        before temperature, penalties, bias and truncation.
+    logprobs, prompt_logprobs: that many likeliest tokens a position, besides the one chosen; taken from the model's own
+        logits, before temperature, penalties, bias and truncation.
 
     Raises RequestError with the name of the field at fault.
     """
@@ -66,7 +67,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         self._within("top_k", self.top_k, -1, None)
         self._within("min_p", self.min_p, 0, 1)
         if _number("repetition_penalty", self.repetition_penalty) <= 0:
-            raise RequestError(f"repetition_penalty={self.repetition_penalty} must be greater than 0", "repetition_penalty")
+            raise RequestError(
+                f"repetition_penalty={self.repetition_penalty} must be greater than 0", "repetition_penalty"
+            )
         self._within("presence_penalty", self.presence_penalty, -2, 2)
         self._within("frequency_penalty", self.frequency_penalty, -2, 2)
         if self.seed is not None:
@@ -75,7 +78,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         if self.max_tokens is not None:
             self._within("max_tokens", self.max_tokens, 1, None)
             if self.min_tokens > self.max_tokens:
-                raise RequestError(f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}", "min_tokens")
+                raise RequestError(
+                    f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}", "min_tokens"
+                )
         for field in ("logprobs", "prompt_logprobs"):
             if getattr(self, field) is not None:
                 self._within(field, getattr(self, field), 0, MAX_LOGPROBS)
@@ -84,10 +89,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         if not all(isinstance(i, int) and i >= 0 for i in self.stop_token_ids):
             raise RequestError("stop_token_ids takes non-negative token ids", "stop_token_ids")
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
-            raise RequestError(f"logit_bias takes up to {MAX_LOGIT_BIAS} tokens, not {len(self.logit_bias)}", "logit_bias")
+            raise RequestError(
+                f"logit_bias takes up to {MAX_LOGIT_BIAS} tokens, not {len(self.logit_bias)}", "logit_bias"
+            )
         for token_id, bias in self.logit_bias.items():
             if not isinstance(token_id, int) or token_id < 0 or not -100 <= _number("logit_bias", bias) <= 100:
-                raise RequestError(f"logit_bias entry {token_id}: {bias} must map a token id to -100..100", "logit_bias")
+                raise RequestError(
+                    f"logit_bias entry {token_id}: {bias} must map a token id to -100..100", "logit_bias"
+                )
 
     @staticmethod
     def _within(field: str, value: float, low: float, high: float | None) -> None:
@@ -111,7 +120,9 @@ class Request(msgspec.Struct, frozen=True):
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):
-    """A token's log-probability (natural, model's own distribution) and its rank, 1 the likeliest. text: the token alone."""
+    """A token's log-probability (natural, model's own distribution) and its rank, 1 the likeliest. text: the token
+    alone.
+    """
 
     token_id: int
     logprob: float
@@ -129,9 +140,11 @@ class PositionLogprobs(msgspec.Struct, frozen=True):
 class Delta(msgspec.Struct):
     """What one engine step added to one completion of a request.
 
-    text may be empty while a character or a possible stop string is incomplete; token_ids and logprobs go with the tokens
-    themselves. finish_reason is set once, on the last delta of the completion; error says why when it is "error".
-    prompt_logprobs come with the first delta; its first entry is None. num_cached_tokens: prompt tokens found in the prefix cache.
+    text may be empty while a character or a possible stop string is incomplete; token_ids and logprobs go with the
+    tokens themselves. finish_reason is set once, on the last delta of the completion; error says why when it is
+    "error".
+    prompt_logprobs come with the first delta; its first entry is None. num_cached_tokens: prompt tokens found in the
+    prefix cache.
     """
 
     request_id: str

@@ -1,9 +1,10 @@
 """Which tokens of which sequences the next step computes. Pure policy over page counts: no torch, no clock.
 
-A step is planned, run elsewhere, and committed. Sequences are served in order of arrival: running ones first, then waiting ones while
-the token budget, the sequence limit and the pages last. A sequence is admitted only when all of its tokens and one more fit beside what
-the running ones have been promised, and takes the pages of its tokens at once; so a prompt cut into chunks never gets stuck half way,
-and only growth can run out of pages. Then the youngest running sequence gives up its pages, keeps its tokens, and starts again later.
+A step is planned, run elsewhere, and committed. Sequences are served in order of arrival: running ones first, then
+waiting ones while the token budget, the sequence limit and the pages last. A sequence is admitted only when all of its
+tokens and one more fit beside what the running ones have been promised, and takes the pages of its tokens at once; so a
+prompt cut into chunks never gets stuck half way, and only growth can run out of pages. Then the youngest running
+sequence gives up its pages, keeps its tokens, and starts again later.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from moestro.kv.pages import PagePool
 class ScheduledSequence:
     """A sequence's share of one step.
 
-    start: index in the sequence of the first token computed. num_tokens: how many are computed. num_logits: how many of the last
-    ones need logits: 0 inside a prompt, 1 at its end or when decoding, more when several tokens are verified or a prompt is scored.
+    start: index in the sequence of the first token computed. num_tokens: how many are computed. num_logits: how many of
+    the last ones need logits: 0 inside a prompt, 1 at its end or when decoding, more when several tokens are verified
+    or a prompt is scored.
     samples: whether the last of them chooses a new token.
     """
 
@@ -82,11 +84,15 @@ class Scheduler:
         self.waiting.append(sequence)
 
     def plan_step(self) -> StepPlan:
-        """Choose the next step's work; preempts and admits as needed. An empty plan means that there is nothing to do."""
+        """Choose the next step's work; preempts and admits as needed. An empty plan means that there is nothing to
+        do.
+        """
         budget = self.max_num_batched_tokens
         scheduled: list[ScheduledSequence] = []
         preempted = self._grow_running()
-        for sequence in sorted(self.running, key=lambda s: s.num_to_compute > 1):  # decoding ones first: they wait for no prompt
+        for sequence in sorted(
+            self.running, key=lambda s: s.num_to_compute > 1
+        ):  # decoding ones first: they wait for no prompt
             if budget == 0:
                 break
             budget -= self._schedule(sequence, budget, scheduled)
@@ -94,29 +100,30 @@ class Scheduler:
             self._admit(budget, scheduled)
         return StepPlan(tuple(scheduled))
 
-    def commit(self, plan: StepPlan, chosen: Seq[Seq[int]]) -> list[Sequence]:
-        """Take in what the step computed. chosen: the tokens chosen for each scheduled sequence, in order; empty inside a prompt.
+    def commit(self, plan: StepPlan, chosen: Seq[Seq[int]]) -> None:
+        """Take in what the step computed. chosen: the tokens chosen for each scheduled sequence, in order; empty inside
+        a prompt.
 
-        Returns the sequences that ended with this step; their pages are free again. Tokens after an end are dropped.
+        Tokens after an end are dropped. Finished sequences keep their pages until `collect_finished`.
         """
         for item, token_ids in zip(plan.scheduled, chosen, strict=True):
             sequence = item.sequence
             if sequence.finished:
-                continue  # aborted while the step ran
+                continue  # aborted, or its logits were not numbers
             before = sequence.num_computed // self.pool.page_size
             sequence.num_computed = item.start + item.num_tokens
             full = sequence.num_computed // self.pool.page_size
             if full > before:
-                self.pool.register(sequence.pages[:full], sequence.token_ids[: full * self.pool.page_size])
+                tokens = sequence.token_ids[: full * self.pool.page_size]
+                self.pool.register(sequence.pages[:full], tokens, sequence.namespace)
             for token_id in token_ids:
                 sequence.append(token_id)
                 self.stats.generation_tokens += 1
                 if sequence.finished:
                     break
-        return self.collect_finished()
 
     def collect_finished(self) -> list[Sequence]:
-        """Remove the sequences that have a finish reason, wherever they are, and free their pages."""
+        """Remove and return the sequences that have a finish reason, wherever they are, and free their pages."""
         done = [s for s in (*self.running, *self.waiting) if s.finished]
         for sequence in done:
             (self.running if sequence in self.running else self.waiting).remove(sequence)
@@ -134,7 +141,9 @@ class Scheduler:
         return num_tokens
 
     def _grow_running(self) -> bool:
-        """Give every running sequence the pages of all its tokens, oldest first; whether any had to be preempted for it."""
+        """Give every running sequence the pages of all its tokens, oldest first; whether any had to be preempted for
+        it.
+        """
         before = self.stats.preemptions
         for sequence in list(self.running):
             while sequence in self.running and not self._grow(sequence):
@@ -171,8 +180,12 @@ class Scheduler:
         )
 
     def _take_pages(self, sequence: Sequence) -> bool:
-        """Give a waiting sequence pages for all its tokens, found prefix pages first, if one more token would fit too."""
-        reusable = [] if sequence.wants_prompt_logprobs else self.pool.match(sequence.token_ids[:-1])
+        """Give a waiting sequence pages for all its tokens, found prefix pages first, if one more token would fit
+        too.
+        """
+        reusable = (
+            [] if sequence.wants_prompt_logprobs else self.pool.match(sequence.token_ids[:-1], sequence.namespace)
+        )
         needed = self.pool.pages_for(len(sequence.token_ids) + 1) - len(reusable)
         promised = sum(max(0, self.pool.pages_for(len(s.token_ids) + 1) - len(s.pages)) for s in self.running)
         if needed + promised > self.pool.num_available - self.pool.num_idle(reusable):

@@ -1,4 +1,5 @@
-"""One continuation being made: its tokens, how many of them have gone through the model, and the pages that hold them. No torch."""
+"""One continuation being made: its tokens, how many of them have gone through the model, and the pages that hold them.
+No torch."""
 
 from __future__ import annotations
 
@@ -8,16 +9,30 @@ from moestro.engine.request import FinishReason, Request
 class Sequence:
     """The state of one completion of a request.
 
-    token_ids: prompt, then output. num_computed: how many of them, from the start, are in the KV cache; a preemption sets it back to
-    0 and keeps the tokens. The last token is not computed until it is fed to the step that chooses the next one.
+    token_ids: prompt, then output. num_computed: how many of them, from the start, are in the KV cache; a preemption
+    sets it back to 0 and keeps the tokens. The last token is not computed until it is fed to the step that chooses the
+    next one.
+    uses_long_rope: fixed for the whole sequence, so that a recomputed token gets the position encoding it had; pages
+    are shared only among sequences that agree on it.
     """
 
-    def __init__(self, request: Request, index: int, *, seed: int, end_ids: frozenset[int], max_tokens: int) -> None:
+    def __init__(
+        self,
+        request: Request,
+        index: int,
+        *,
+        seed: int,
+        end_ids: frozenset[int] = frozenset(),
+        max_tokens: int = 1,
+        uses_long_rope: bool = False,
+    ) -> None:
         self.request = request
         self.index = index
         self.seed = seed
         self.end_ids = end_ids
         self.max_tokens = max_tokens
+        self.uses_long_rope = uses_long_rope
+        self.namespace = ("long_rope",) if uses_long_rope else ()
         self.token_ids = list(request.prompt_token_ids)
         self.num_prompt = len(request.prompt_token_ids)
         self.num_computed = 0
@@ -52,14 +67,10 @@ class Sequence:
         """Add a chosen token and decide whether it ends the sequence."""
         self.token_ids.append(token_id)
         params = self.request.params
-        if self.num_output >= params.min_tokens:
-            if token_id in self.end_ids and not params.ignore_eos:
-                self.finish("stop", token_id)
-                return
-            if token_id in params.stop_token_ids:
-                self.finish("stop", token_id)
-                return
-        if self.num_output >= self.max_tokens:
+        ends = (token_id in self.end_ids and not params.ignore_eos) or token_id in params.stop_token_ids
+        if ends and self.num_output >= params.min_tokens:
+            self.finish("stop", token_id)
+        elif self.num_output >= self.max_tokens:
             self.finish("length")
 
     def finish(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:

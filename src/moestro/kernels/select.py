@@ -24,6 +24,7 @@ from moestro.kernels.ops.gated_mlp import GatedMLP
 from moestro.kernels.ops.linear import Linear
 from moestro.kernels.ops.norm import AddRMSNorm, RMSNorm
 from moestro.kernels.ops.qkv_store import QKVStore
+from moestro.kernels.ops.route import Route
 from moestro.kernels.ops.sort_by_expert import SortByExpert
 from moestro.logs import log_once
 
@@ -141,6 +142,9 @@ class KernelSelector:
 
     def paged_attention(self, kv_format: str, dtype: torch.dtype = torch.float32) -> PagedAttention:
         return self.choose("paged_attention", Facts(self.device, kv_format, dtype))
+
+    def route(self) -> Route:
+        return self.choose("route", Facts(self.device, "", torch.float32))
 
 
 def _load(op: str, name: str, facts: Facts) -> tuple[ModuleType | None, str]:

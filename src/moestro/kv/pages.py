@@ -1,7 +1,8 @@
-"""Pages of the KV cache: who holds which, and what each one can be found by. Pure Python; the numbers index the device tensors.
+"""Pages of the KV cache: who holds which, and what each one can be found by. Pure Python; the numbers index the device
+tensors.
 
-A page is free, held (one holder or several: a shared prefix), or idle: held by nobody but still findable by its tokens. Idle pages are
-given out last, the one idle for longest first, and leave the prefix table at that moment.
+A page is free, held (one holder or several: a shared prefix), or idle: held by nobody but still findable by its tokens.
+Idle pages are given out last, the one idle for longest first, and leave the prefix table at that moment.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from moestro.kv.prefix import PrefixTable
 class PagePool:
     """A fixed number of pages of page_size tokens each.
 
-    Pages of `allocate` and `share` belong to the caller until `release`; every page is released exactly as often as it was taken.
+    Pages of `allocate` and `share` belong to the caller until `release`; every page is released exactly as often as it
+    was taken.
     """
 
     def __init__(self, num_pages: int, page_size: int, *, prefix_caching: bool = True) -> None:
@@ -79,7 +81,9 @@ class PagePool:
             self.prefixes.insert(pages, token_ids, namespace)
 
     def release(self, pages: Sequence[int]) -> None:
-        """Give pages back. The last ones become free first, so that the start of a prefix stays findable for longest."""
+        """Give pages back. The last ones become free first, so that the start of a prefix stays findable for
+        longest.
+        """
         for page in reversed(pages):
             assert self._holders[page] > 0, f"page {page} released more often than taken"
             self._holders[page] -= 1

@@ -15,7 +15,9 @@ from moestro.spec.fields import ModelSpec
 
 @dataclass(frozen=True, eq=False)
 class LayerPages:
-    """One layer's cache. k: [P, Hk, page_size, d]; v: [P, Hk, page_size, dv]. MLA: Hk = 1 and v is the latent part of k."""
+    """One layer's cache. k: [P, Hk, page_size, d]; v: [P, Hk, page_size, dv]. MLA: Hk = 1 and v is the latent part of
+    k.
+    """
 
     k: torch.Tensor
     v: torch.Tensor
@@ -24,7 +26,9 @@ class LayerPages:
 class KVPool:
     """Pages of all layers, allocated once. dtype: float32, bfloat16 or float16."""
 
-    def __init__(self, spec: ModelSpec, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, spec: ModelSpec, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
         self.num_pages = num_pages
         self.page_size = page_size
         self.dtype = dtype
@@ -42,7 +46,8 @@ class KVPool:
         except (RuntimeError, MemoryError) as error:
             need = num_pages * page_bytes(spec, page_size, dtype)
             raise CapacityError(
-                f"the KV cache of {num_pages} pages needs {need / 2**30:.2f} GiB, which could not be allocated; lower --kv-memory"
+                f"the KV cache of {num_pages} pages needs {need / 2**30:.2f} GiB, which could not be allocated; "
+                "lower --kv-memory"
             ) from error
 
 

@@ -1,7 +1,7 @@
 """Which page holds which tokens: the table behind prefix reuse. Pure Python.
 
-A page is found by its own tokens, the page before it, and a namespace (adapter, cache salt, image keys). Keys are compared whole, not by
-a hash of them, so different prompts can never meet (C76).
+A page is found by its own tokens, the page before it, and a namespace (adapter, cache salt, image keys). Keys are
+compared whole, not by a hash of them, so different prompts can never meet (C76).
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ _Key = tuple[object, ...]
 
 
 class PrefixTable:
-    """Maps chains of full pages to page numbers. The caller keeps pages alive and says when one is reused (`forget`)."""
+    """Maps chains of full pages to page numbers. The caller keeps pages alive and says when one is reused
+    (`forget`).
+    """
 
     def __init__(self, page_size: int) -> None:
         self.page_size = page_size
@@ -52,7 +54,9 @@ class PrefixTable:
             parent = self._nodes[key][1]
 
     def forget(self, page: int) -> None:
-        """Remove a page that is about to hold other tokens. Pages after it can no longer be reached: their parent's serial is gone."""
+        """Remove a page that is about to hold other tokens. Pages after it can no longer be reached: their parent's
+        serial is gone.
+        """
         del self._nodes[self._keys.pop(page)]
 
     def _chunks(self, token_ids: Sequence[int]) -> Iterator[tuple[int, ...]]:

@@ -14,8 +14,8 @@ from moestro.spec.rope import inverse_frequencies
 class RopeTable:
     """cos and sin of every position of a context, float32 [positions, R].
 
-    Longrope has two sets of frequencies. Its table holds the short set first and the long one behind it, and a token's row is
-    its position, plus max_position when its sequence is a long one: see `long_from`.
+    Longrope has two sets of frequencies. Its table holds the short set first and the long one behind it, and a token's
+    row is its position, plus max_position when its sequence is a long one: see `long_from`.
     """
 
     def __init__(self, rope: RopeSpec, max_position: int, device: torch.device) -> None:
@@ -53,7 +53,7 @@ def rotate(x_THd: torch.Tensor, cos_TR: torch.Tensor, sin_TR: torch.Tensor, *, i
 
 
 def _angles(rope: RopeSpec, max_position: int, context: int | None) -> torch.Tensor:
-    # The reference (transformers) multiplies in float32, and so do the checkpoints' authors; float64 here would differ from
-    # both by up to 1e-3 rad at position 100,000.
+    # The reference (transformers) multiplies in float32, and so do the checkpoints' authors; float64 here would differ
+    # from both by up to 1e-3 rad at position 100,000.
     frequencies = torch.tensor(inverse_frequencies(rope, context), dtype=torch.float32)
     return torch.outer(torch.arange(max_position, dtype=torch.float32), frequencies)

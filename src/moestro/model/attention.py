@@ -21,7 +21,9 @@ CosSin = tuple[torch.Tensor, torch.Tensor]
 
 
 class Attention(Protocol):
-    def __call__(self, x_TD: torch.Tensor, cos_sin: CosSin | None, batch: PagedBatch, pages: LayerPages) -> torch.Tensor:
+    def __call__(
+        self, x_TD: torch.Tensor, cos_sin: CosSin | None, batch: PagedBatch, pages: LayerPages
+    ) -> torch.Tensor:
         """Write this step's keys and values into the pages, attend, and return [T, D]."""
         ...
 
@@ -67,7 +69,9 @@ class GroupedQueryAttention:
         store, attention = kernels.qkv_store(kv_format, dtype), kernels.paged_attention(kv_format, dtype)
         return cls(spec, plan, eps, qkv, o, *norms, sinks_H, store, attention)
 
-    def __call__(self, x_TD: torch.Tensor, cos_sin: CosSin | None, batch: PagedBatch, pages: LayerPages) -> torch.Tensor:
+    def __call__(
+        self, x_TD: torch.Tensor, cos_sin: CosSin | None, batch: PagedBatch, pages: LayerPages
+    ) -> torch.Tensor:
         cos_TR, sin_TR = (None, None) if cos_sin is None else cos_sin
         qkv_TN = self.qkv(x_TD)
         q_THd = self.store_kernel(

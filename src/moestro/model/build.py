@@ -22,7 +22,7 @@ from moestro.moe.layer import MoELayer
 from moestro.moe.placement import Placement
 from moestro.moe.store import ExpertStore, ResidentStore
 from moestro.quant.formats import Weight
-from moestro.spec.fields import AttentionSpec, ModelSpec, MoESpec
+from moestro.spec.fields import Activation, AttentionSpec, ModelSpec, MoESpec
 
 Tensors = dict[str, torch.Tensor]
 
@@ -30,8 +30,9 @@ Tensors = dict[str, torch.Tensor]
 class Builder:
     """Builds one rank's decoder.
 
-    tensors: by the names of `spec.tensors.model_tensors`, on the device; entries are taken out as they are used, so that a tensor
-    which has to be converted is not held twice. dtype: of the activations. kv_format: name of the KV cache's dtype.
+    tensors: by the names of `spec.tensors.model_tensors`, on the device; entries are taken out as they are used, so
+    that a tensor which has to be converted is not held twice. dtype: of the activations. kv_format: name of the KV
+    cache's dtype.
     """
 
     def __init__(
@@ -144,7 +145,7 @@ class Builder:
             self.dtype,
         )
 
-    def _mlp(self, name: str, activation: str, limit: float | None) -> GatedMLP:
+    def _mlp(self, name: str, activation: Activation, limit: float | None) -> GatedMLP:
         gate_up, down = Weight(self._take(f"{name}.gate_up.weight")), Weight(self._take(f"{name}.down.weight"))
         return GatedMLP.build(gate_up, down, activation, limit, self.kernels, self.dtype)
 

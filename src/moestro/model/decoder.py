@@ -1,4 +1,5 @@
-"""The one decoder for all families: embed, then for each layer attention and MLP around a residual stream, then the head.
+"""The one decoder for all families: embed, then for each layer attention and MLP around a residual stream, then the
+head.
 
 T tokens, D width, R rows that need logits, V vocabulary.
 """

@@ -16,7 +16,8 @@ from moestro.kernels.ops.attention import PagedBatch
 class StepInputs:
     """One step's tokens and where they lie.
 
-    token_ids_T: int64 [T]; or embeds_TD in the activations' dtype, for inputs that are not tokens (images); exactly one of the two.
+    token_ids_T: int64 [T]; or embeds_TD in the activations' dtype, for inputs that are not tokens (images); exactly one
+    of the two.
     rope_rows_T: int64 [T], each token's row of the rope tables: its position, shifted for long longrope sequences.
     batch: sequences, pages and slots. logit_rows_R: int64 [R], the rows of the step whose logits are wanted.
     num_tokens: rows before padding. counted: False for warm-up and profiling, which no statistic may see.

@@ -1,6 +1,6 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434), absorbed: the cache holds one latent a token, and queries are brought
-into the latent space in place of keys and values being brought out of it. To the attention kernel it is one kv head whose values are
-the first kv_lora_rank numbers of its keys.
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434), absorbed: the cache holds one latent a token, and
+queries are brought into the latent space in place of keys and values being brought out of it. To the attention kernel
+it is one kv head whose values are the first kv_lora_rank numbers of its keys.
 
 T tokens, D width, H heads, n nope width, r rope width, c latent width, v value width.
 """
@@ -59,14 +59,16 @@ class LatentAttention:
         kernel = kernels.paged_attention(kv_format, dtype)
         return cls(spec, *q_path, kv_a, kv_a_norm, to_latent, from_latent, o, kernel)
 
-    def __call__(self, x_TD: torch.Tensor, cos_sin: CosSin | None, batch: PagedBatch, pages: LayerPages) -> torch.Tensor:
+    def __call__(
+        self, x_TD: torch.Tensor, cos_sin: CosSin | None, batch: PagedBatch, pages: LayerPages
+    ) -> torch.Tensor:
         s = self.spec
         assert s.rope is not None
         assert cos_sin is not None
         q_THd = self.q(x_TD if self.q_a is None or self.q_a_norm is None else self.q_a_norm(self.q_a(x_TD)))
         q_THd = q_THd.view(x_TD.shape[0], s.num_heads, s.head_dim)
-        q_nope, q_rope = q_THd.split((s.qk_nope_head_dim, s.qk_rope_head_dim), dim=-1)
-        latent_Tc, k_rope = self.kv_a(x_TD).split((s.kv_lora_rank, s.qk_rope_head_dim), dim=-1)
+        q_nope, q_rope = torch.split(q_THd, [s.qk_nope_head_dim, s.qk_rope_head_dim], dim=-1)
+        latent_Tc, k_rope = torch.split(self.kv_a(x_TD), [s.kv_lora_rank, s.qk_rope_head_dim], dim=-1)
         q_rope = rotate(q_rope, *cos_sin, interleaved=s.rope.interleaved)
         k_rope = rotate(k_rope.unsqueeze(1), *cos_sin, interleaved=s.rope.interleaved).squeeze(1)
         _store_(pages.k, torch.cat((self.kv_a_norm(latent_Tc.contiguous()), k_rope), dim=-1), batch.slots_T)

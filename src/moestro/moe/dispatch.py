@@ -20,7 +20,8 @@ from moestro.moe.router import Routing
 class DispatchMeta:
     """What `combine` must know about a `dispatch`; nobody else reads it but the counters, for offsets.
 
-    offsets_E1: int32, rows offsets[e]:offsets[e+1] belong to physical expert e. order_R: int32, the flat (token, choice) of each row.
+    offsets_E1: int32, rows offsets[e]:offsets[e+1] belong to physical expert e. order_R: int32, the flat (token,
+    choice) of each row.
     """
 
     offsets_E1: torch.Tensor

@@ -35,7 +35,8 @@ class EventSink(Protocol):
 class ExpertCounters:
     """Executed (token, choice) pairs a layer and expert since start or `reset`, kept on the device.
 
-    Counts everything the experts computed, tokens recomputed after a preemption included; warm-up and padding are not in it.
+    Counts everything the experts computed, tokens recomputed after a preemption included; warm-up and padding are not
+    in it.
     """
 
     def __init__(self, placement: Placement, device: torch.device) -> None:

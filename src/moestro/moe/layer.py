@@ -9,12 +9,13 @@ from dataclasses import dataclass
 
 import torch
 
+from moestro.kernels.ops.route import Route
 from moestro.layers.linear import Linear
 from moestro.layers.mlp import GatedMLP
 from moestro.moe.dispatch import Dispatch
 from moestro.moe.events import EventSink, RoutingEvent
 from moestro.moe.experts import Experts
-from moestro.moe.router import RouteFn, mask_padding, route
+from moestro.moe.router import mask_padding, route
 from moestro.spec.fields import RouterSpec
 
 
@@ -22,14 +23,15 @@ from moestro.spec.fields import RouterSpec
 class MoELayer:
     """One MoE block on one rank.
 
-    index: among the MoE layers. router: [E, D]; runs on float32 inputs, so that logits are float32 whatever the model's dtype.
+    index: among the MoE layers. router: [E, D]; runs on float32 inputs, so that logits are float32 whatever the model's
+    dtype.
     """
 
     index: int
     spec: RouterSpec
     router: Linear
     selection_bias_E: torch.Tensor | None
-    route_kernel: RouteFn
+    route_kernel: Route
     dispatch: Dispatch
     experts: Experts
     shared: GatedMLP | None

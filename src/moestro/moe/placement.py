@@ -1,6 +1,7 @@
 """Where logical experts live: for each MoE layer, which expert each physical slot holds. Pure Python.
 
-A checkpoint's experts are logical. Weights, dispatch and kernels work on physical slots; this is the one function between the two.
+A checkpoint's experts are logical. Weights, dispatch and kernels work on physical slots; this is the one function
+between the two.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from moestro.errors import SettingError
 
 @dataclass(frozen=True)
 class Placement:
-    """physical_to_logical: for each MoE layer the logical expert of each physical slot; every expert has at least one slot."""
+    """physical_to_logical: for each MoE layer the logical expert of each physical slot; every expert has at least one
+    slot.
+    """
 
     num_experts: int
     physical_to_logical: tuple[tuple[int, ...], ...]

@@ -5,23 +5,21 @@ T tokens, K top-k, E experts.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from moestro.errors import SettingError
-from moestro.kernels.ops.route import reference
+from moestro.kernels.ops.route import Route, reference
 from moestro.spec.fields import RouterSpec
-
-RouteFn = Callable[[torch.Tensor, RouterSpec, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]]
 
 
 @dataclass(frozen=True)
 class Routing:
     """Which experts each token goes to, and how their outputs are mixed.
 
-    ids_TK: int32, in order of falling selection score, no id twice in a row; -1 marks a place that goes nowhere (padding).
+    ids_TK: int32, in order of falling selection score, no id twice in a row; -1 marks a place that goes nowhere
+    (padding).
     weights_TK: float32, the selection bias not in it.
     """
 
@@ -39,18 +37,20 @@ def route(
     spec: RouterSpec,
     bias_E: torch.Tensor | None = None,
     *,
-    kernel: RouteFn = reference.route,
+    kernel: Route = reference.route,
 ) -> Routing:
     """Choose top_k experts a token and their weights, in float32 whatever the dtype of the logits.
 
-    logits_TE: [T, E], any floating dtype; T may be 0. bias_E: selection bias [E], float32 or float64: rounding it to 16 bits
-    changes which experts win. Equal scores go to the lower expert id. kernel: the implementation, by default the PyTorch reference.
+    logits_TE: [T, E], any floating dtype; T may be 0. bias_E: selection bias [E], float32 or float64: rounding it to 16
+    bits changes which experts win. Equal scores go to the lower expert id. kernel: the implementation, by default the
+    PyTorch reference.
 
     Raises SettingError when a shape or dtype does not fit the spec.
     """
     if logits_TE.dim() != 2 or logits_TE.shape[1] != spec.num_experts or not logits_TE.is_floating_point():
         raise SettingError(
-            f"router logits must be floating point [T, {spec.num_experts}], not {logits_TE.dtype} {list(logits_TE.shape)}"
+            f"router logits must be floating point [T, {spec.num_experts}], "
+            f"not {logits_TE.dtype} {list(logits_TE.shape)}"
         )
     if bias_E is not None:
         if tuple(bias_E.shape) != (spec.num_experts,) or bias_E.dtype not in (torch.float32, torch.float64):
@@ -64,7 +64,9 @@ def route(
 
 
 def mask_padding(routing: Routing, num_tokens: int) -> Routing:
-    """The same routing with every row from num_tokens on sent nowhere: padding is not computed and not counted (C48)."""
+    """The same routing with every row from num_tokens on sent nowhere: padding is not computed and not counted
+    (C48).
+    """
     if num_tokens == routing.ids_TK.shape[0]:
         return routing
     ids, weights = routing.ids_TK.clone(), routing.weights_TK.clone()

@@ -13,7 +13,9 @@ class ExpertStore(Protocol):
     """The weights of one MoE layer's experts."""
 
     def fetch(self, offsets_E1: torch.Tensor) -> ExpertWeights:
-        """Weights that hold every expert with rows in this step (offsets as in DispatchMeta), valid until the next fetch."""
+        """Weights that hold every expert with rows in this step (offsets as in DispatchMeta), valid until the next
+        fetch.
+        """
         ...
 
     @property
