@@ -134,7 +134,7 @@ class _Worker:
         try:
             deltas = self._loop.step()
             self._failures = 0
-        except Exception as error:  # noqa: BLE001 - a failing step ends its requests, not the service
+        except Exception as error:
             self._failures += 1
             if self._failures >= MAX_FAILURES_IN_A_ROW:
                 raise

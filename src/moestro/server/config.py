@@ -1,0 +1,33 @@
+"""The server's own options; those of the engine are in `engine.config`. Command-line flags are generated from both."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from moestro.errors import SettingError
+
+
+def _option(default: Any, help: str) -> Any:
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig:
+    """Raises SettingError for a value that cannot work."""
+
+    host: str = _option("127.0.0.1", "address to listen on; 0.0.0.0 is every network the machine is on")
+    port: int = _option(8000, "port to listen on; 0 takes a free one")
+    api_key: str | None = _option(None, "key that clients must send; MOESTRO_API_KEY keeps it off the process list")
+    max_body_bytes: int = _option(16 * 2**20, "largest request body; more is answered with 413")
+    drain_timeout_s: float = _option(300.0, "seconds that open requests get to finish after SIGTERM")
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise SettingError(f"port={self.port} must be between 0 and 65535")
+        if self.max_body_bytes < 1024:
+            raise SettingError(f"max_body_bytes={self.max_body_bytes} must be at least 1024")
+        if not self.drain_timeout_s >= 0:
+            raise SettingError(f"drain_timeout_s={self.drain_timeout_s} must not be negative")
+        if self.api_key == "":
+            raise SettingError("api_key is empty; leave it out to serve without a key")

@@ -1,0 +1,213 @@
+"""The bodies of requests: OpenAI's fields, and vLLM's extras where they mean something here.
+
+Unknown fields are ignored, as compatible servers do. Fields that are known, would change the answer and are not
+implemented are refused by name, unless they have the value that asks for nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from moestro.engine.request import MAX_LOGPROBS, SamplingParams
+from moestro.errors import RequestError
+
+TokenIds = list[int]
+MAX_PROMPTS = 256
+
+# Field -> values that ask for nothing.
+_NOT_IMPLEMENTED: dict[str, tuple[Any, ...]] = {
+    "allowed_token_ids": (None, []),
+    "audio": (None,),
+    "bad_words": (None, []),
+    "chat_template": (None,),
+    "continue_final_message": (None, False),
+    "documents": (None, []),
+    "function_call": (None, "none", "auto"),
+    "functions": (None, []),
+    "guided_choice": (None, []),
+    "guided_grammar": (None,),
+    "guided_json": (None,),
+    "guided_regex": (None,),
+    "kv_transfer_params": (None,),
+    "length_penalty": (None, 1, 1.0),
+    "logits_processors": (None, []),
+    "modalities": (None, [], ["text"]),
+    "prompt_embeds": (None,),
+    "response_format": (None, {"type": "text"}),
+    "return_token_ids": (None, False),
+    "return_tokens_as_token_ids": (None, False),
+    "structured_outputs": (None,),
+    "suffix": (None, ""),
+    "tool_choice": (None, "none", "auto"),
+    "tools": (None, []),
+    "truncate_prompt_tokens": (None,),
+    "use_beam_search": (None, False),
+    "web_search_options": (None,),
+}
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    model: str | None = None
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    include_usage: bool | None = None
+
+
+class SamplingBody(_Body):
+    """Fields that chat and completions share. Ranges are checked by SamplingParams, which is what they become."""
+
+    n: int | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    logit_bias: dict[str, float] | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    prompt_logprobs: int | None = None
+    best_of: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    @property
+    def include_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+
+class ChatMessage(BaseModel):
+    """One message. Further fields (name, tool_calls, reasoning_content ...) go to the chat template as they are."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    role: str
+    content: str | list[dict[str, Any]] | None = None
+
+
+class ChatBody(SamplingBody):
+    messages: list[ChatMessage] = Field(min_length=1)
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    add_generation_prompt: bool | None = None
+    add_special_tokens: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    echo: bool | None = None
+
+
+class CompletionBody(SamplingBody):
+    prompt: str | list[str] | TokenIds | list[TokenIds]
+    logprobs: int | None = None
+    echo: bool | None = None
+    add_special_tokens: bool | None = None
+
+
+class TokenizeBody(_Body):
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(_Body):
+    tokens: TokenIds
+
+
+def chat_params(body: ChatBody) -> SamplingParams:
+    """Raises RequestError naming the field at fault."""
+    if body.echo:
+        raise RequestError("echo is not implemented for chat", "echo")
+    top = body.top_logprobs
+    if top is not None and not 0 <= top <= MAX_LOGPROBS:
+        raise RequestError(f"top_logprobs={top} must be between 0 and {MAX_LOGPROBS}", "top_logprobs")
+    if top and not body.logprobs:
+        raise RequestError("top_logprobs needs logprobs to be true", "top_logprobs")
+    if body.max_completion_tokens is not None:
+        if body.max_completion_tokens < 1:
+            raise RequestError(
+                f"max_completion_tokens={body.max_completion_tokens} must be at least 1", "max_completion_tokens"
+            )
+        body.max_tokens = body.max_completion_tokens
+    return _params(body, max_tokens=body.max_tokens, logprobs=(top or 0) if body.logprobs else None)
+
+
+def completion_params(body: CompletionBody) -> SamplingParams:
+    """max_tokens=0 with echo, the way to score a prompt, becomes 1: the token made is left out of the answer.
+
+    Raises RequestError naming the field at fault.
+    """
+    max_tokens = 16 if body.max_tokens is None else body.max_tokens
+    if max_tokens == 0 and body.echo:
+        max_tokens = 1
+    params = _params(body, max_tokens=max_tokens, logprobs=body.logprobs)
+    if body.echo and body.logprobs is not None and body.prompt_logprobs is None:
+        return _params(body, max_tokens=max_tokens, logprobs=body.logprobs, prompt_logprobs=body.logprobs)
+    return params
+
+
+_PLAIN_FIELDS = (
+    "n",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+    "seed",
+    "stop_token_ids",
+    "min_tokens",
+    "ignore_eos",
+    "include_stop_str_in_output",
+    "skip_special_tokens",
+    "prompt_logprobs",
+)
+
+
+def _params(body: SamplingBody, **given: Any) -> SamplingParams:
+    _refuse_not_implemented(body)
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        raise RequestError(f"best_of={body.best_of} is not implemented; it may only equal n", "best_of")
+    if body.stream_options is not None and not body.stream:
+        raise RequestError("stream_options needs stream to be true", "stream_options")
+    if body.stream and body.prompt_logprobs is not None:
+        raise RequestError("prompt_logprobs are not available while streaming", "prompt_logprobs")
+    options = {name: value for name in _PLAIN_FIELDS if (value := getattr(body, name)) is not None} | given
+    if body.stop is not None:
+        options["stop"] = [body.stop] if isinstance(body.stop, str) else body.stop
+    if body.logit_bias is not None:
+        options["logit_bias"] = {_bias_id(key): value for key, value in body.logit_bias.items()}
+    return SamplingParams(**options)
+
+
+def _bias_id(key: str) -> int:
+    if not (key.isascii() and key.isdigit() and len(key) <= 10):
+        raise RequestError(f"logit_bias key {key[:40]!r} is not a token id", "logit_bias")
+    return int(key)
+
+
+def _refuse_not_implemented(body: BaseModel) -> None:
+    extra = body.model_extra or {}
+    for name, harmless in _NOT_IMPLEMENTED.items():
+        if name in extra and extra[name] not in harmless:
+            raise RequestError(f"{name} is not implemented here", name)
+    if isinstance(extra.get("response_format"), dict) and extra["response_format"] != {"type": "text"}:
+        raise RequestError("response_format is implemented for type 'text' only", "response_format")
