@@ -23,7 +23,7 @@ def qkv_store(
 ) -> torch.Tensor:
     check(qkv_TN, plan, cos_TR, sin_TR, batch, k_pages, v_pages, q_norm, k_norm)
     T, H, Hk, d, dv = qkv_TN.shape[0], plan.num_heads, plan.num_kv_heads, plan.head_dim, plan.v_head_dim
-    q_TN, k_TN, v_TN = qkv_TN.float().split([H * d, Hk * d, Hk * dv], dim=1)
+    q_TN, k_TN, v_TN = torch.split(qkv_TN.float(), [H * d, Hk * d, Hk * dv], dim=1)
     if q_norm is not None and k_norm is not None:
         q_TN = rms_norm(q_TN.reshape(-1, q_norm.numel()), q_norm, eps).view(T, H * d)
         k_TN = rms_norm(k_TN.reshape(-1, k_norm.numel()), k_norm, eps).view(T, Hk * d)

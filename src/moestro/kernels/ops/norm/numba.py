@@ -1,0 +1,84 @@
+"""rms_norm and add_rms_norm_ for the CPU."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numba import prange
+
+from moestro.errors import KernelError
+from moestro.kernels.checks import require_shape
+from moestro.kernels.facts import Facts
+from moestro.kernels.jit import NUM_THREADS, device, float32_address, float32_input, parallel_kernel, supports_formats
+from moestro.kernels.memory import load, store
+from moestro.kernels.ops.norm import check
+
+# Below this many values waking the threads costs more than they save.
+SERIAL_VALUES = 32 * 1024
+
+
+def supports(facts: Facts) -> tuple[bool, str]:
+    return supports_formats(facts, ("",))
+
+
+def rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
+    check("rms_norm", x_TD, weight_D)
+    x_TD = float32_input("rms_norm", "x", x_TD)
+    return _norm(x_TD, 0, 0.0, weight_D, eps)
+
+
+def add_rms_norm_(
+    residual_TD: torch.Tensor, x_TD: torch.Tensor, scale: float, weight_D: torch.Tensor, eps: float
+) -> torch.Tensor:
+    require_shape("add_rms_norm_", "x", x_TD, residual_TD.shape)
+    check("add_rms_norm_", residual_TD, weight_D)
+    x_TD = float32_input("add_rms_norm_", "x", x_TD)
+    if float32_input("add_rms_norm_", "residual", residual_TD) is not residual_TD:
+        raise KernelError("add_rms_norm_: the residual is written in place and must be contiguous")
+    return _norm(residual_TD, x_TD.data_ptr(), scale, weight_D, eps)
+
+
+def _norm(x_TD: torch.Tensor, added: int, scale: float, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
+    T, D = x_TD.shape
+    y_TD = torch.empty(T, D)
+    weight, _keep = float32_address(weight_D)
+    parts = min(T, NUM_THREADS) if T * D > SERIAL_VALUES else 1
+    _norm_rows(x_TD.data_ptr(), added, scale, weight, y_TD.data_ptr(), T, D, eps, parts)
+    return y_TD
+
+
+@parallel_kernel
+def _norm_rows(x: int, added: int, scale: float, weight: int, y: int, T: int, D: int, eps: float, parts: int) -> None:
+    if parts == 1:
+        _rows(x, added, np.float32(scale), weight, y, 0, T, D, np.float32(eps))
+    else:
+        for part in prange(parts):
+            first, last = T * part // parts, T * (part + 1) // parts
+            _rows(x, added, np.float32(scale), weight, y, first, last, D, np.float32(eps))
+
+
+@device
+def _rows(
+    x: int, added: int, scale: np.float32, weight: int, y: int, first: int, last: int, D: int, eps: np.float32
+) -> None:
+    f32 = np.float32(0)
+    for t in range(first, last):
+        row, to = x + t * D * 4, y + t * D * 4
+        if added:
+            source = added + t * D * 4
+            for d in range(D):
+                store(f32, row, d, load(f32, row, d) + scale * load(f32, source, d))
+        norm_row(row, weight, to, D, eps)
+
+
+@device
+def norm_row(row: int, weight: int, to: int, D: int, eps: np.float32) -> None:
+    """RMS norm of one row; `to` may be the row itself."""
+    f32 = np.float32(0)
+    total = np.float32(0)
+    for d in range(D):
+        value = load(f32, row, d)
+        total += value * value
+    factor = np.float32(1) / np.sqrt(total / np.float32(D) + eps)
+    for d in range(D):
+        store(f32, to, d, load(f32, row, d) * factor * load(f32, weight, d))

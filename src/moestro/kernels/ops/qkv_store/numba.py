@@ -1,0 +1,177 @@
+"""qkv_store for the CPU: token by token, all steps in a scratch row, then q copied out, k and v to their slot."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numba import prange
+
+from moestro.kernels.facts import Facts
+from moestro.kernels.jit import (
+    NUM_THREADS,
+    TAGS,
+    device,
+    float32_address,
+    float32_input,
+    parallel_kernel,
+    supports_formats,
+)
+from moestro.kernels.memory import item_size, load, load_int64, store
+from moestro.kernels.ops.attention import PagedBatch
+from moestro.kernels.ops.qkv_store import QKVPlan, bad_slot, check
+
+# Below this many values waking the threads costs more than they save.
+SERIAL_VALUES = 32 * 1024
+
+
+def supports(facts: Facts) -> tuple[bool, str]:
+    return supports_formats(facts)
+
+
+def qkv_store(
+    qkv_TN: torch.Tensor,
+    plan: QKVPlan,
+    cos_TR: torch.Tensor | None,
+    sin_TR: torch.Tensor | None,
+    batch: PagedBatch,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    q_norm: torch.Tensor | None,
+    k_norm: torch.Tensor | None,
+    eps: float,
+) -> torch.Tensor:
+    check(qkv_TN, plan, cos_TR, sin_TR, batch, k_pages, v_pages, q_norm, k_norm)
+    qkv_TN = float32_input("qkv_store", "qkv", qkv_TN)
+    T, N = qkv_TN.shape
+    q_THd = torch.empty(T, plan.num_heads, plan.head_dim)
+    cos, _keep_cos = float32_address(cos_TR)
+    sin, _keep_sin = float32_address(sin_TR)
+    q_weight, _keep_q = float32_address(q_norm)
+    k_weight, _keep_k = float32_address(k_norm)
+    num_slots = k_pages.shape[0] * batch.page_size
+    norm_q, norm_k = plan.norm_sizes
+    bad = _store(
+        TAGS[k_pages.dtype],
+        qkv_TN.data_ptr(),
+        q_THd.data_ptr(),
+        batch.slots_T.data_ptr(),
+        num_slots,
+        batch.page_size,
+        (k_pages.data_ptr(), *k_pages.stride()),
+        (v_pages.data_ptr(), *v_pages.stride()),
+        (T, N, plan.num_heads, plan.num_kv_heads, plan.head_dim, plan.v_head_dim),
+        (cos, sin, plan.rotary_dim if cos else 0, plan.interleaved),
+        (q_weight, k_weight, norm_q, norm_k, eps),
+        float("inf") if plan.clip is None else plan.clip,
+        min(T, NUM_THREADS) if T * N > SERIAL_VALUES else 1,
+    )
+    if bad >= 0:
+        raise bad_slot(bad, num_slots)
+    return q_THd
+
+
+@parallel_kernel
+def _store(
+    tag: Any,
+    qkv: int,
+    q: int,
+    slots: int,
+    num_slots: int,
+    page_size: int,
+    k_pages: Any,
+    v_pages: Any,
+    sizes: Any,
+    rope: Any,
+    norms: Any,
+    clip: float,
+    parts: int,
+) -> int:
+    """Returns a slot beyond num_slots, before anything is written, or -1."""
+    T = sizes[0]
+    for t in range(T):
+        if load_int64(slots, t) >= num_slots:
+            bad: int = load_int64(slots, t)
+            return bad
+    if parts == 1:
+        _tokens(tag, qkv, q, slots, page_size, k_pages, v_pages, sizes, rope, norms, np.float32(clip), 0, T)
+    else:
+        for part in prange(parts):
+            first, last = T * part // parts, T * (part + 1) // parts
+            _tokens(tag, qkv, q, slots, page_size, k_pages, v_pages, sizes, rope, norms, np.float32(clip), first, last)
+    return -1
+
+
+@device
+def _tokens(
+    tag: Any,
+    qkv: int,
+    q: int,
+    slots: int,
+    page_size: int,
+    k_pages: Any,
+    v_pages: Any,
+    sizes: Any,
+    rope: Any,
+    norms: Any,
+    clip: np.float32,
+    first: int,
+    last: int,
+) -> None:
+    f32 = np.float32(0)
+    _, N, H, Hk, d, dv = sizes
+    q_weight, k_weight, norm_q, norm_k, eps = norms
+    row = np.empty(N, np.float32)
+    for t in range(first, last):
+        source = qkv + t * N * 4
+        for i in range(N):
+            row[i] = load(f32, source, i)
+        if q_weight:
+            for i in range(0, H * d, norm_q):
+                _norm(row, i, q_weight, norm_q, np.float32(eps))
+            for i in range(0, Hk * d, norm_k):
+                _norm(row, H * d + i, k_weight, norm_k, np.float32(eps))
+        if clip < np.inf:
+            for i in range(N):
+                row[i] = min(max(row[i], -clip), clip)
+        if rope[2]:
+            for h in range(H + Hk):
+                _rotate(row, h * d, rope, t)
+        for i in range(H * d):
+            store(f32, q, t * H * d + i, row[i])
+        slot = load_int64(slots, t)
+        if slot >= 0:
+            _write(tag, row, H * d, d, Hk, k_pages, slot // page_size, slot % page_size)
+            _write(tag, row, (H + Hk) * d, dv, Hk, v_pages, slot // page_size, slot % page_size)
+
+
+@device
+def _norm(row: Any, start: int, weight: int, count: int, eps: np.float32) -> None:
+    total = np.float32(0)
+    for i in range(start, start + count):
+        total += row[i] * row[i]
+    factor = np.float32(1) / np.sqrt(total / np.float32(count) + eps)
+    for i in range(count):
+        row[start + i] *= factor * load(np.float32(0), weight, i)
+
+
+@device
+def _rotate(row: Any, start: int, rope: Any, t: int) -> None:
+    cos, sin, rotary_dim, interleaved = rope
+    half = rotary_dim // 2
+    step, other = (2, 1) if interleaved else (1, half)
+    for i in range(half):
+        c, s = load(np.float32(0), cos, t * half + i), load(np.float32(0), sin, t * half + i)
+        a, b = row[start + i * step], row[start + i * step + other]
+        row[start + i * step] = a * c - b * s
+        row[start + i * step + other] = b * c + a * s
+
+
+@device
+def _write(tag: Any, row: Any, start: int, width: int, Hk: int, pages: Any, page: int, offset: int) -> None:
+    base, page_stride, head_stride, token_stride, item_stride = pages
+    for h in range(Hk):
+        to = base + (page * page_stride + h * head_stride + offset * token_stride) * item_size(tag)
+        for i in range(width):
+            store(tag, to, i * item_stride, row[start + h * width + i])
