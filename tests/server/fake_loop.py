@@ -1,6 +1,6 @@
 """An engine loop without a model: it says what the prompt tells it to, token by token.
 
-An answer is the prompt read backwards, over and over. Some prompts misbehave on purpose: those that begin with
+An answer is the prompt read backwards, over and over. Some prompts misbehave on purpose: those that begin with slow,
 refuse, die and raise.
 """
 
@@ -87,7 +87,8 @@ class FakeLoop:
             self._finished["abort"] += 1
 
     def step(self) -> list[Delta]:
-        time.sleep(STEP_S)
+        slow = any(self._text(entry["request"]).startswith("slow") for entry in self._active.values())
+        time.sleep(0.05 if slow else STEP_S)
         self._counts["steps"] += 1
         texts = [self._text(entry["request"]) for entry in self._active.values()]
         if any(text.startswith("die") for text in texts):
@@ -129,7 +130,7 @@ class FakeLoop:
             delta.prompt_logprobs = [None, *(self._logprobs(t, params.prompt_logprobs) for t in prompt[1:])]
         if stop is not None:
             delta.finish_reason, delta.stop_reason = "stop", stop
-        elif entry["made"] == (params.max_tokens or MAX_MODEL_LEN - len(prompt)):
+        elif entry["made"] == min(params.max_tokens or MAX_MODEL_LEN, MAX_MODEL_LEN - len(prompt)):
             delta.finish_reason = "length"
             delta.text += entry["stream"].flush() if entry["stream"] else ""
         if delta.finish_reason is not None:

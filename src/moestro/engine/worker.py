@@ -6,10 +6,12 @@ import logging
 import multiprocessing
 import multiprocessing.connection
 import os
+import shutil
 import signal
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Protocol
 
 import zmq
@@ -56,7 +58,7 @@ def run_worker(address: str, config: EngineConfig, make_loop: MakeLoop, log_leve
     # Ctrl-C and a service manager's SIGTERM reach all processes of the group; the server decides when the engine ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=_end_with_parent, args=(address,), daemon=True).start()
     setup_logging(log_level)
     context = zmq.Context()
     socket = context.socket(zmq.PAIR)
@@ -81,10 +83,12 @@ def _fail(socket: zmq.Socket[bytes], context: zmq.Context[zmq.Socket[bytes]], me
     raise SystemExit(1)
 
 
-def _end_with_parent() -> None:
+def _end_with_parent(address: str) -> None:
+    """End this process with the server, in mid-step or while loading too, and clear up the socket's folder."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         multiprocessing.connection.wait([parent.sentinel])
+        shutil.rmtree(Path(address.removeprefix("ipc://")).parent, ignore_errors=True)
         os._exit(1)
 
 

@@ -18,7 +18,7 @@ from moestro.server.client import EngineClient, Stream
 from moestro.server.config import ServerConfig
 from moestro.server.failures import ApiError
 from moestro.server.metrics import Metrics, RequestMetrics
-from moestro.text.chat_template import ChatTemplate, missing_template
+from moestro.text.chat_template import ChatTemplate, check_kwargs, missing_template
 from moestro.text.tokenizer import Tokenizer
 
 # Texts beyond this are tokenised off the event loop, which would otherwise stand still for milliseconds.
@@ -72,6 +72,7 @@ class Service:
         """Token ids of a conversation in the model's template. Raises RequestError."""
         if self.template is None:
             raise missing_template()
+        check_kwargs(kwargs)
         text = self.template.render(messages, add_generation_prompt, **kwargs)
         return await self.encode(text, "messages", add_special_tokens=False)
 
@@ -183,14 +184,17 @@ class Generation:
                 task.cancel()
 
     async def results(self) -> list[GenerationResult]:
-        """All of them, whole. Raises MoestroError when one fails, ClientGone when nobody waits for them any more."""
+        """All of them, whole. Raises ApiError when one fails, ClientGone when nobody waits for them any more."""
         results = [
             GenerationResult(r.request_id, r.prompt_token_ids, [Completion(i) for i in range(r.params.n)])
             for r, _, _ in self._members
         ]
-        async with contextlib.aclosing(self.deltas()) as deltas:
-            async for place, delta in deltas:
-                results[place].apply_(delta)
+        try:
+            async with contextlib.aclosing(self.deltas()) as deltas:
+                async for place, delta in deltas:
+                    results[place].apply_(delta)
+        except MoestroError as error:
+            raise failure_of(error) from None
         if self.disconnected:
             raise ClientGone
         return results

@@ -18,7 +18,7 @@ from moestro.errors import CheckpointError, RequestError
 from moestro.text.tokenizer import read_json
 
 MAX_RENDERED_CHARS = 8_000_000
-_RESERVED = ("messages", "add_generation_prompt", "tools", "documents")
+_RESERVED = ("self", "messages", "add_generation_prompt", "documents")
 
 
 class ChatTemplate:
@@ -61,9 +61,7 @@ class ChatTemplate:
         template refuses the conversation or its result is too long, RequestError("chat_template_kwargs") for a reserved
         name.
         """
-        reserved = next((key for key in kwargs if key in _RESERVED and key != "tools"), None)
-        if reserved is not None:
-            raise RequestError(f"chat_template_kwargs may not set {reserved}", "chat_template_kwargs")
+        check_kwargs(kwargs)
         messages = [{k: v for k, v in message.items() if v is not None} for message in messages]
         names = {**self._special_tokens, **kwargs, "messages": messages, "add_generation_prompt": add_generation_prompt}
         names.setdefault("tools", None)
@@ -85,6 +83,13 @@ class ChatTemplate:
             # The template is a program of the checkpoint's; unusual messages make it fail in any of these ways.
             raise RequestError(f"the model's chat template fails on these messages: {error}", "messages") from None
         return "".join(parts)
+
+
+def check_kwargs(kwargs: dict[str, Any]) -> None:
+    """Raises RequestError("chat_template_kwargs") for names that `render` gives the template itself."""
+    reserved = next((key for key in kwargs if key in _RESERVED), None)
+    if reserved is not None:
+        raise RequestError(f"chat_template_kwargs may not set {reserved}", "chat_template_kwargs")
 
 
 def missing_template() -> RequestError:
