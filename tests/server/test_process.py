@@ -140,7 +140,11 @@ def program(model_folder: Path, tmp_path: Path, scratch: Path) -> Iterator[tuple
     script = tmp_path / "program.py"
     script.write_text(SCRIPT.format(tests=str(Path(__file__).parent), model=str(model_folder)))
     process = subprocess.Popen(
-        [sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        [sys.executable, str(script)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=os.environ | {"TMPDIR": str(scratch)},
     )
     assert process.stdout is not None
     url = process.stdout.readline().split()[-1]
