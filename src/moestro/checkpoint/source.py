@@ -11,21 +11,26 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
 from huggingface_hub.utils.tqdm import tqdm
 
+from moestro.checkpoint.demo import Say, demo_folder
 from moestro.errors import CheckpointError
 
+DEMO = "demo"
 # What a model is made of here; no pickles, no code.
 FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
-_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 Progress = Callable[[int, int], None]
 
 
-def resolve_model(name_or_path: str | Path, progress: Progress | None = None) -> Path:
-    """The folder of a model, downloaded first when it is the name of a hub repository ("org/name").
+def resolve_model(name_or_path: str | Path, progress: Progress | None = None, say: Say | None = None) -> Path:
+    """The folder of a model: one that is here, a hub repository ("org/name") downloaded first, or "demo" made first.
 
+    say: told what is going on while the demo model is made, in a line each.
     progress: called with bytes done and bytes known so far. Raises CheckpointError when there is neither such a folder
     nor such a repository, or the hub cannot be reached.
     """
+    if name_or_path == DEMO:
+        return demo_folder(say)
     path = Path(name_or_path).expanduser()
     if path.is_dir():
         return path
@@ -33,7 +38,7 @@ def resolve_model(name_or_path: str | Path, progress: Progress | None = None) ->
     if path.exists():
         raise CheckpointError(f"{name} is a file; a model is a folder with config.json and safetensors files")
     if not _HUB_NAME.fullmatch(name):
-        raise CheckpointError(f"{name} is neither a folder nor a hub repository like Qwen/Qwen3-30B-A3B")
+        raise CheckpointError(f"{name} is neither a folder, nor a hub repository like Qwen/Qwen3-30B-A3B, nor 'demo'")
     try:
         return Path(snapshot_download(name, allow_patterns=FILES, tqdm_class=_bar(progress) if progress else None))
     except GatedRepoError:

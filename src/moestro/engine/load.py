@@ -54,10 +54,11 @@ class Engine:
 def load_engine(config: EngineConfig, progress: Progress | None = None) -> Engine:
     """Load a model and get it ready to run.
 
-    progress: called with (what, done, total) in bytes. Raises ConfigError, CheckpointError, SettingError, CapacityError
-    or KernelError, each before anything large has been read where that is possible.
+    progress: called with (what, done, total) in bytes; total is 0 where there is only a line to tell. Raises
+    ConfigError, CheckpointError, SettingError, CapacityError or KernelError, each before anything large has been read
+    where that is possible.
     """
-    folder = resolve_model(config.model, _about(progress, "downloading"))
+    folder = resolve_model(config.model, _about(progress, "downloading"), _saying(progress))
     spec = read_spec(folder)
     if spec.blockers:
         raise ConfigError(f"{folder} cannot be run: {'; '.join(spec.blockers)}")
@@ -93,6 +94,10 @@ def load_engine(config: EngineConfig, progress: Progress | None = None) -> Engin
 
 def _about(progress: Progress | None, what: str) -> Callable[[int, int], None] | None:
     return None if progress is None else lambda done, total: progress(what, done, total)
+
+
+def _saying(progress: Progress | None) -> Callable[[str], None] | None:
+    return None if progress is None else lambda text: progress(text, 0, 0)
 
 
 def _placement(config: EngineConfig, spec: ModelSpec) -> Placement:
