@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from logging import WARNING
 
 import torch
 
@@ -116,9 +117,11 @@ def load_tensors(
             loaded[name] = target
         if plan.spare_head is not None:
             head = reader.read(plan.spare_head.entry).to(device=device, dtype=dtype)
-            same = torch.equal(head, loaded["embed.weight"])
-            state = "equal to the embedding" if same else "different from the embedding, which is used in its place"
-            log_once(f"the config ties the head to the embedding; {plan.spare_head.name} of the checkpoint is {state}")
+            name = f"{plan.spare_head.name} in {plan.spare_head.entry.file}"
+            if torch.equal(head, loaded["embed.weight"]):
+                log_once(f"{name} is not used: it equals the embedding, and the config ties the two")
+            else:
+                log_once(f"{name} is not used though it differs: the config ties the head to the embedding", WARNING)
             if progress is not None:
                 progress(total, total)
     return loaded

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import snapshot_download
+from huggingface_hub import hf_hub_download, snapshot_download
 from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
 from huggingface_hub.utils.tqdm import tqdm
 
@@ -34,13 +34,32 @@ def resolve_model(name_or_path: str | Path, progress: Progress | None = None, sa
     path = Path(name_or_path).expanduser()
     if path.is_dir():
         return path
-    name = str(name_or_path)
     if path.exists():
-        raise CheckpointError(f"{name} is a file; a model is a folder with config.json and safetensors files")
+        raise CheckpointError(f"{path} is a file; a model is a folder with config.json and safetensors files")
+    name = str(name_or_path)
+    bar = _bar(progress) if progress else None
+    return _from_hub(name, lambda: snapshot_download(name, allow_patterns=FILES, tqdm_class=bar))
+
+
+def resolve_config(name_or_path: str | Path) -> Path:
+    """A model's config.json without its weights: the file itself, the one in a folder, or the hub's.
+
+    Raises CheckpointError as `resolve_model` does.
+    """
+    path = Path(name_or_path).expanduser()
+    if name_or_path == DEMO:
+        return demo_folder() / "config.json"
+    if path.exists():
+        return path / "config.json" if path.is_dir() else path
+    name = str(name_or_path)
+    return _from_hub(name, lambda: hf_hub_download(name, "config.json"))
+
+
+def _from_hub(name: str, download: Callable[[], str]) -> Path:
     if not _HUB_NAME.fullmatch(name):
         raise CheckpointError(f"{name} is neither a folder, nor a hub repository like Qwen/Qwen3-30B-A3B, nor 'demo'")
     try:
-        return Path(snapshot_download(name, allow_patterns=FILES, tqdm_class=_bar(progress) if progress else None))
+        return Path(download())
     except GatedRepoError:
         raise CheckpointError(f"{name} asks for an agreement on the hub first; accept it there and log in") from None
     except RepositoryNotFoundError:

@@ -107,7 +107,8 @@ def _write_file(path: Path, planned: list[_Planned], seed: int) -> None:
 
 def _values(item: _Planned, seed: int) -> torch.Tensor:
     """Values under which every part of the model shows in the logits: norms near one, biases and sinks that count."""
-    generator = torch.Generator().manual_seed(seed * 2**32 + zlib.crc32(item.name.encode()))
+    # torch's generator on the CPU uses 32 bits of a seed.
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {item.name}".encode()))
     noise = torch.randn(item.shape, generator=generator)
     if item.tensor.role == "norm" and item.name.endswith("weight"):
         values = 1 + 0.2 * noise

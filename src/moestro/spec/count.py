@@ -19,7 +19,7 @@ ACTIVE_PARAMS_COUNTS = (
 
 @dataclass(frozen=True)
 class WeightBytes:
-    """value: bytes of all weights, None when config.json does not say enough. estimate: the format's rules were assumed."""
+    """Bytes of all weights; None when config.json does not say enough, an estimate when a format's rules were assumed."""
 
     value: int | None
     estimate: bool = False
@@ -48,7 +48,8 @@ def active_params(spec: ModelSpec) -> int:
 def weight_bytes(spec: ModelSpec, dtype: str | None = None) -> WeightBytes:
     """Bytes of the weights in memory.
 
-    dtype: of a plain model; None takes config.json's. A quantised model is estimated by the rules of its format, where they are known.
+    dtype: of a plain model; None takes config.json's, and estimates a quantised model by the rules of its format where
+    they are known (fp8 in blocks, mxfp4).
     """
     tensors = model_tensors(spec).values()
     if spec.quantization is None or dtype is not None:

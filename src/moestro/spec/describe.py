@@ -11,8 +11,8 @@ from moestro.spec.fields import ModelSpec, MoESpec
 def describe(spec: ModelSpec) -> dict[str, Any]:
     """Sizes and options of a model, ready for JSON.
 
-    weight_bytes is None when config.json does not say enough, and weight_bytes_estimated when a quantised format's rules were
-    assumed. kv_bytes_per_token has one value a cache dtype.
+    weight_bytes is None when config.json does not say enough, and weight_bytes_estimated when the rules of a quantised
+    format were assumed. kv_bytes_per_token has one value a cache dtype.
     """
     moe = next(layer.mlp for layer in spec.layers if isinstance(layer.mlp, MoESpec)) if spec.moe_layers else None
     weights = weight_bytes(spec)

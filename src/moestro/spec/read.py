@@ -16,8 +16,9 @@ from moestro.errors import ConfigError
 
 T = TypeVar("T", int, float, bool, str, "list[Any]", "dict[str, Any]")
 
-# Larger than any size a model has, small enough for products of three of them to stay exact and printable.
-LARGEST_INT = 2**40
+# Beyond any size and constant of a model; a larger number is a slip or an attack.
+LARGEST_INT = 2**31 - 1
+LARGEST_FLOAT = 1e15
 
 HARMLESS = frozenset(
     {
@@ -188,11 +189,11 @@ def _convert(value: Any, kind: type[Any]) -> Any:
     if kind in (int, float):
         if isinstance(value, bool) or not isinstance(value, int | float):
             return None
-        if not -LARGEST_INT <= value <= LARGEST_INT:  # also false for NaN
+        if not -LARGEST_FLOAT <= value <= LARGEST_FLOAT:  # also false for NaN
             return None
         if kind is float:
             return float(value)
-        return int(value) if math.floor(value) == value else None
+        return int(value) if abs(value) <= LARGEST_INT and math.floor(value) == value else None
     return value if isinstance(value, kind) else None
 
 
