@@ -34,6 +34,7 @@ _TABLE = (
     Variable("MOESTRO_NUM_THREADS", _positive_int, None, "CPU threads for kernels (all cores of this process)"),
     Variable("MOESTRO_KERNELS", str, None, "implementation to prefer in kernels/select: reference, numba"),
     Variable("MOESTRO_DEMO_GGUF", Path, None, "a SmolLM2-135M-Instruct GGUF on disk, used in place of a download"),
+    Variable("MOESTRO_API_KEY", str, None, "key that clients of `moestro serve` must send, as --api-key"),
 )
 
 
@@ -78,4 +79,9 @@ def preferred_kernels() -> str | None:
 
 def demo_gguf() -> Path | None:
     value: Path | None = _read("MOESTRO_DEMO_GGUF")
+    return value
+
+
+def api_key() -> str | None:
+    value: str | None = _read("MOESTRO_API_KEY")
     return value
