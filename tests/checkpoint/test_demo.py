@@ -17,7 +17,7 @@ from moestro.checkpoint.carve import split_mlp
 from moestro.checkpoint.gguf import GGUFFile
 from moestro.errors import CheckpointError, ConfigError
 
-WIDTH, FFN, LAYERS, HEADS, KV_HEADS, VOCAB = 64, 96, 2, 4, 2, 96
+WIDTH, FFN, LAYERS, HEADS, KV_HEADS, VOCAB = 64, 128, 2, 4, 2, 96
 
 
 def llama() -> transformers.LlamaForCausalLM:
