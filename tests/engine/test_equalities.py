@@ -1,4 +1,5 @@
-"""The same request gives the same tokens, whatever else happens: batching, chunks, prefix hits, preemption, streaming, placement."""
+"""The same request gives the same tokens, whatever else happens: batching, chunks, prefix hits, preemption, streaming,
+placement."""
 
 from __future__ import annotations
 

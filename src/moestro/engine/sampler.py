@@ -85,7 +85,7 @@ def _adjust_(logits_V: torch.Tensor, sequence: Sequence) -> None:
     if params.logit_bias:
         ids = torch.tensor(list(params.logit_bias), device=logits_V.device)
         logits_V[ids] += torch.tensor(list(params.logit_bias.values()), device=logits_V.device)
-    if sequence.num_output + 1 < params.min_tokens:
+    if sequence.num_output < params.min_tokens:
         banned = set(params.stop_token_ids) | (set() if params.ignore_eos else sequence.end_ids)
         logits_V[[i for i in banned if i < logits_V.shape[0]]] = float("-inf")
 

@@ -68,7 +68,7 @@ class Sequence:
         self.token_ids.append(token_id)
         params = self.request.params
         ends = (token_id in self.end_ids and not params.ignore_eos) or token_id in params.stop_token_ids
-        if ends and self.num_output >= params.min_tokens:
+        if ends and self.num_output > params.min_tokens:
             self.finish("stop", token_id)
         elif self.num_output >= self.max_tokens:
             self.finish("length")
