@@ -136,7 +136,7 @@ def _read_part_(reader: CheckpointReader, part: Part, tensor: TensorSpec, target
     if direct and part.source.transform == "same":
         reader.read_into_(part.entry, block)
         return
-    found = reader.read(part.entry)
+    found = reader.read_for_now(part.entry)
     if part.source.transform in ("transpose", "interleaved_transpose"):
         found = found.transpose(-1, -2)
     if part.source.transform in ("interleaved", "interleaved_transpose"):

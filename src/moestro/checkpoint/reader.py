@@ -31,6 +31,7 @@ class CheckpointReader:
 
     def __init__(self) -> None:
         self._descriptors: dict[Path, int] = {}
+        self._scratch = torch.empty(0, dtype=torch.uint8)
 
     def __enter__(self) -> CheckpointReader:
         return self
@@ -45,6 +46,18 @@ class CheckpointReader:
     def read(self, entry: TensorEntry) -> torch.Tensor:
         """The tensor as it lies in the file, in host memory of its own."""
         tensor = torch.empty(entry.shape, dtype=TORCH_DTYPES[entry.dtype])
+        self.read_into_(entry, tensor)
+        return tensor
+
+    def read_for_now(self, entry: TensorEntry) -> torch.Tensor:
+        """The tensor as it lies in the file, in memory that the next call uses again.
+
+        Fresh memory costs more than the read: the system clears each page first.
+        """
+        if self._scratch.numel() < entry.nbytes:
+            self._scratch = torch.empty(0, dtype=torch.uint8)  # let go of the old one before asking for a larger
+            self._scratch = torch.empty(entry.nbytes, dtype=torch.uint8)
+        tensor = self._scratch[: entry.nbytes].view(TORCH_DTYPES[entry.dtype]).reshape(entry.shape)
         self.read_into_(entry, tensor)
         return tensor
 

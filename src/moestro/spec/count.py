@@ -19,7 +19,7 @@ ACTIVE_PARAMS_COUNTS = (
 
 @dataclass(frozen=True)
 class WeightBytes:
-    """Bytes of all weights; None when config.json does not say enough, an estimate when a format's rules are assumed."""
+    """Bytes of all weights; None when config.json does not say enough, an estimate where a format's rules are used."""
 
     value: int | None
     estimate: bool = False
