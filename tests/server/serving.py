@@ -16,6 +16,7 @@ import fake_loop
 import httpx
 
 from moestro.engine.config import EngineConfig
+from moestro.engine.worker import MakeLoop
 from moestro.server.client import EngineClient
 from moestro.server.config import ServerConfig
 from moestro.server.launch import _bind, _Server
@@ -41,11 +42,13 @@ class Served:
         return httpx.Client(base_url=self.url, timeout=20, trust_env=False, **options)  # type: ignore[arg-type]
 
 
-def serve(engine_config: EngineConfig, config: ServerConfig) -> Iterator[Served]:
+def serve(
+    engine_config: EngineConfig, config: ServerConfig, make_loop: MakeLoop = fake_loop.make_loop
+) -> Iterator[Served]:
     ready, done, served = threading.Event(), threading.Event(), []
 
     async def run() -> None:
-        client = EngineClient(engine_config, fake_loop.make_loop)
+        client = EngineClient(engine_config, make_loop)
         await client.start()
         listener = _bind(config)
         service = Service(client, engine_config, config)
@@ -62,7 +65,7 @@ def serve(engine_config: EngineConfig, config: ServerConfig) -> Iterator[Served]
 
     thread = threading.Thread(target=lambda: asyncio.run(run()))
     thread.start()
-    assert ready.wait(30)
+    assert ready.wait(120)
     yield served[0]
     done.set()
     thread.join(20)

@@ -2,8 +2,8 @@
 
     def serve(model: str, *, engine: EngineConfig, server: ServerConfig) -> None: ...
 
-gets --max-model-len and all others, with their help texts and defaults. A parameter of the command that has the name of a
-field stands for that field.
+gets --max-model-len and all others, with their help texts and defaults. A parameter of the command that has the name
+of a field stands for that field.
 """
 
 from __future__ import annotations

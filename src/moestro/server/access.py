@@ -55,7 +55,7 @@ class Access:
         if key is None:
             return True
         scheme, _, given = headers.get("authorization", "").partition(" ")
-        # Compared as the bytes that were sent and in constant time, so that answers tell nothing about how much of the key was right.
+        # Compared as bytes and in constant time, so that answers do not tell how much of the key was right.
         return scheme.lower() == "bearer" and secrets.compare_digest(given.strip().encode("latin-1"), key.encode())
 
     def _limited(self, receive: Receive) -> Receive:

@@ -81,6 +81,8 @@ class _Answer:
         }
         if result.prompt_logprobs is not None:
             answer["prompt_logprobs"] = prompt_logprobs(result.prompt_logprobs)
+        if self._body.return_token_ids:
+            answer["prompt_token_ids"] = result.prompt_token_ids
         return answer
 
     def first_chunks(self) -> Iterable[Chunk]:
@@ -90,7 +92,8 @@ class _Answer:
     def chunks(self, place: int, delta: Delta) -> Iterable[Chunk]:
         self._num_tokens += len(delta.token_ids)
         self._num_cached = max(self._num_cached, delta.num_cached_tokens)
-        if delta.text or delta.logprobs or delta.finish_reason is not None:
+        has_ids = delta.token_ids and self._body.return_token_ids
+        if delta.text or delta.logprobs or has_ids or delta.finish_reason is not None:
             yield self._chunk(delta.index, {"content": delta.text} if delta.text else {}, delta)
 
     def last_chunks(self) -> Iterable[Chunk]:
@@ -99,19 +102,22 @@ class _Answer:
             yield self._head | {"object": "chat.completion.chunk", "choices": [], "usage": total}
 
     def _choice(self, completion: Completion) -> dict[str, Any]:
-        return {
+        choice = {
             "index": completion.index,
             "message": {"role": "assistant", "content": completion.text, "refusal": None},
             "logprobs": self._logprobs(completion.logprobs or []),
             "finish_reason": completion.finish_reason,
             "stop_reason": completion.stop_reason,
         }
+        return choice | {"token_ids": completion.token_ids} if self._body.return_token_ids else choice
 
     def _chunk(self, index: int, content: dict[str, Any], delta: Delta | None = None) -> Chunk:
         choice: dict[str, Any] = {"index": index, "delta": content, "logprobs": None, "finish_reason": None}
         if delta is not None:
             choice["logprobs"] = self._logprobs(delta.logprobs)
             choice["finish_reason"] = delta.finish_reason
+            if self._body.return_token_ids:
+                choice["token_ids"] = delta.token_ids
             if delta.finish_reason is not None:
                 choice["stop_reason"] = delta.stop_reason
         chunk = self._head | {"object": "chat.completion.chunk", "choices": [choice]}

@@ -100,7 +100,8 @@ class _Answer:
         if self._only_prompt:
             delta.text, delta.token_ids, delta.logprobs = "", [], []
         self._num_tokens += len(delta.token_ids)
-        if delta.text or delta.logprobs or delta.finish_reason is not None:
+        has_ids = delta.token_ids and self._body.return_token_ids
+        if delta.text or delta.logprobs or has_ids or delta.finish_reason is not None:
             yield self._chunk(self._place(place, delta.index), delta.text, delta)
 
     def last_chunks(self) -> Iterable[Chunk]:
@@ -145,6 +146,9 @@ class _Answer:
         }
         if self._body.prompt_logprobs is not None and result.prompt_logprobs is not None:
             choice["prompt_logprobs"] = prompt_logprobs(result.prompt_logprobs)
+        if self._body.return_token_ids:
+            choice["prompt_token_ids"] = result.prompt_token_ids
+            choice["token_ids"] = [] if self._only_prompt else completion.token_ids
         return choice
 
     def _chunk(self, number: int, text: str, delta: Delta | None = None) -> Chunk:
@@ -153,5 +157,7 @@ class _Answer:
             choice["finish_reason"], choice["stop_reason"] = delta.finish_reason, delta.stop_reason
             if self._body.logprobs is not None:
                 choice["logprobs"] = self._logprobs[number].of(list(delta.logprobs))
+            if self._body.return_token_ids:
+                choice["token_ids"] = delta.token_ids
         chunk = self._head | {"choices": [choice]}
         return chunk | {"usage": None} if self._body.include_usage else chunk

@@ -36,7 +36,6 @@ _NOT_IMPLEMENTED: dict[str, tuple[Any, ...]] = {
     "modalities": (None, [], ["text"]),
     "prompt_embeds": (None,),
     "response_format": (None, {"type": "text"}),
-    "return_token_ids": (None, False),
     "return_tokens_as_token_ids": (None, False),
     "structured_outputs": (None,),
     "suffix": (None, ""),
@@ -81,6 +80,7 @@ class SamplingBody(_Body):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     prompt_logprobs: int | None = None
+    return_token_ids: bool | None = None
     best_of: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
