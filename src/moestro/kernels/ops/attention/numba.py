@@ -68,7 +68,7 @@ def paged_attention(
         (v_pages.data_ptr(), *v_strides[:3]),
         (batch.q_starts_S1.data_ptr(), batch.context_lens_S.data_ptr(), tables.data_ptr(), tables.stride(0)),
         (batch.num_seqs, T, H, Hk, d, dv, P, page_size, tables.shape[1]),
-        scale,
+        float(scale),
         0 if window is None else window,
         NUM_THREADS,
     )

@@ -98,7 +98,7 @@ def run_experts(
         D,
         F,
         activation == "swiglu_clamped",
-        0.0 if limit is None else limit,
+        0.0 if limit is None else float(limit),
         NUM_THREADS,
     )
     return y_RD, rows
@@ -209,10 +209,11 @@ def _gate_up_work(
             rows = min(TILE_M, starts[e + 1] - r)
             for group in range(first, last):
                 f = group * TILE_R
-                w_gate = w + (e * 2 * F + f) * row_bytes
-                size, to = min(TILE_R, F - f), (f - f0) * 4
-                dot_rows(tag, w_gate, D, size, x + r * D * 4, D, rows, gate + to, stride, 1, D)
-                dot_rows(tag, w_gate + F * row_bytes, D, size, x + r * D * 4, D, rows, up + to, stride, 1, D)
+                size = min(TILE_R, F - f)
+                for half in range(2):
+                    w_rows = w + (e * 2 * F + half * F + f) * row_bytes
+                    to = gate + (half * TILE_M * stride + f - f0) * 4
+                    dot_rows(tag, w_rows, D, size, x + r * D * 4, D, rows, to, stride, 1, D)
             for m in range(rows):
                 if bias:
                     _add(gate + m * stride * 4, bias + (e * 2 * F + f0) * 4, f1 - f0)

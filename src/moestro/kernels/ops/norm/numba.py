@@ -43,7 +43,7 @@ def _norm(x_TD: torch.Tensor, added: int, scale: float, weight_D: torch.Tensor, 
     y_TD = torch.empty(T, D)
     weight, _keep = float32_address(weight_D)
     parts = min(T, NUM_THREADS) if T * D > SERIAL_VALUES else 1
-    _norm_rows(x_TD.data_ptr(), added, scale, weight, y_TD.data_ptr(), T, D, eps, parts)
+    _norm_rows(x_TD.data_ptr(), added, float(scale), weight, y_TD.data_ptr(), T, D, float(eps), parts)
     return y_TD
 
 

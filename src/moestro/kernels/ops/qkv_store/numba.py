@@ -63,8 +63,8 @@ def qkv_store(
         (v_pages.data_ptr(), *v_pages.stride()),
         (T, N, plan.num_heads, plan.num_kv_heads, plan.head_dim, plan.v_head_dim),
         (cos, sin, plan.rotary_dim if cos else 0, plan.interleaved),
-        (q_weight, k_weight, norm_q, norm_k, eps),
-        float("inf") if plan.clip is None else plan.clip,
+        (q_weight, k_weight, norm_q, norm_k, float(eps)),
+        float("inf") if plan.clip is None else float(plan.clip),
         min(T, NUM_THREADS) if T * N > SERIAL_VALUES else 1,
     )
     if bad >= 0:

@@ -47,7 +47,7 @@ def route(
         (scores_TE.data_ptr(), bias, ids_TK.data_ptr(), weights_TK.data_ptr()),
         (T, E, spec.top_k, rule),
         (spec.num_groups or 0, spec.top_groups or 0, spec.group_score == "top2_sum"),
-        (spec.renormalize, spec.routed_scaling_factor, spec.jitter_eps),
+        (spec.renormalize, float(spec.routed_scaling_factor), float(spec.jitter_eps)),
         min(T, NUM_THREADS) if T * E > SERIAL_VALUES else 1,
     )
     return ids_TK, weights_TK
