@@ -24,6 +24,7 @@ from moestro.errors import MoestroError, RequestError
 from moestro.logs import logger, setup_logging
 
 STATS_INTERVAL_S = 0.5
+PROGRESS_INTERVAL_S = 2.0
 # A step that fails takes its requests with it and the engine goes on; that many in a row mean that it cannot.
 MAX_FAILURES_IN_A_ROW = 3
 
@@ -50,7 +51,21 @@ def build_loop(config: EngineConfig) -> Loop:
     """The real engine loop; imported here so that only the engine process loads torch."""
     from moestro.engine.loop import EngineLoop
 
-    return EngineLoop(config)
+    return EngineLoop(config, _LoggedProgress())
+
+
+class _LoggedProgress:
+    """Says how loading goes in a log line every few seconds."""
+
+    def __init__(self) -> None:
+        self._what = ""
+        self._due = 0.0
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        now = time.monotonic()
+        if what != self._what or now >= self._due:
+            self._what, self._due = what, now + PROGRESS_INTERVAL_S
+            logger.info("%s%s", what, f" {100 * done // total} %" if total else "")
 
 
 def run_worker(address: str, config: EngineConfig, make_loop: MakeLoop, log_level: str) -> None:

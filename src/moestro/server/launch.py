@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import signal
 import socket
 from collections.abc import Callable
@@ -40,6 +41,10 @@ async def _serve(engine_config: EngineConfig, config: ServerConfig, announce: An
         if not await _start_unless_signalled(client):
             return 0
         service = Service(client, engine_config, config)
+        if config.api_key is None and not _is_loopback(listener):
+            logger.warning(
+                "listening on %s without an API key: whoever reaches the port can use the model", config.host
+            )
         server = _Server(service, listener, announce)
         await server.serve(sockets=[listener])
         return 130 if server.forced else 0
@@ -78,6 +83,10 @@ def _bind(config: ServerConfig) -> socket.socket:
             f"cannot listen on {config.host}:{config.port}: {reason}; choose another --port or --host"
         ) from None
     return listener
+
+
+def _is_loopback(listener: socket.socket) -> bool:
+    return ipaddress.ip_address(listener.getsockname()[0].partition("%")[0]).is_loopback
 
 
 class _Server(uvicorn.Server):
