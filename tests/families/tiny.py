@@ -233,6 +233,7 @@ SPECIAL = [
     Case("qwen3_moe", "yarn", {"rope_parameters": _YARN}),
     Case("qwen3_moe", "bias-no-norm", {"attention_bias": True, "norm_topk_prob": False}),
     Case("olmoe", "clipped", {"clip_qkv": 0.3, "norm_topk_prob": True}),
+    Case("deepseek_v2", "other-norm-eps", {"rms_norm_eps": 1e-2}),
     Case("deepseek_v2", "lite", {"q_lora_rank": None, "n_shared_experts": 2, "rope_parameters": _MSCALE}),
     Case(
         "deepseek_v2",

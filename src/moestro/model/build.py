@@ -95,8 +95,8 @@ class Builder:
             return LayerNorm(weight.to(self.dtype), bias.to(self.dtype), self.spec.norm_eps)
         return RMSNorm.build(weight, self.spec.norm_eps, self.kernels, self.dtype)
 
-    def _rms_norm(self, name: str) -> RMSNorm:
-        return RMSNorm.build(self._take(f"{name}.weight"), self.spec.norm_eps, self.kernels, self.dtype)
+    def _latent_norm(self, name: str, spec: AttentionSpec) -> RMSNorm:
+        return RMSNorm.build(self._take(f"{name}.weight"), spec.latent_norm_eps, self.kernels, self.dtype)
 
     def _layer(self, index: int) -> DecoderLayer:
         layer, name = self.spec.layers[index], f"layers.{index}"
@@ -132,12 +132,16 @@ class Builder:
         if spec.q_lora_rank is None:
             q_path: tuple[Linear | None, RMSNorm | None, Linear] = (None, None, self._linear(f"{name}.q"))
         else:
-            q_path = (self._linear(f"{name}.q_a"), self._rms_norm(f"{name}.q_a_norm"), self._linear(f"{name}.q_b"))
+            q_path = (
+                self._linear(f"{name}.q_a"),
+                self._latent_norm(f"{name}.q_a_norm", spec),
+                self._linear(f"{name}.q_b"),
+            )
         return LatentAttention.build(
             spec,
             q_path,
             self._linear(f"{name}.kv_a"),
-            self._rms_norm(f"{name}.kv_a_norm"),
+            self._latent_norm(f"{name}.kv_a_norm", spec),
             self._take(f"{name}.kv_b.weight"),
             self._linear(f"{name}.o"),
             self.kernels,
