@@ -44,6 +44,8 @@ class FakeLoop:
     def __init__(self, config: EngineConfig) -> None:
         if config.model.endswith("broken"):
             raise CheckpointError("tensor model.norm.weight is missing")
+        if config.model == "slow to load":
+            time.sleep(60)
         if config.model.endswith("crash"):
             os._exit(3)
         self.tokenizer = Tokenizer.load(config.model)

@@ -191,6 +191,17 @@ def test_ctrl_c_twice_ends_at_once(program: tuple[subprocess.Popen[str], str]) -
         assert process.wait(2) == 130
 
 
+def test_sigterm_while_loading(model_folder: Path, tmp_path: Path) -> None:
+    script = tmp_path / "program.py"
+    script.write_text(SCRIPT.format(tests=str(Path(__file__).parent), model="slow to load"))
+    process = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
+    wait_for(lambda: len(children(process.pid)) == 2)  # the engine, and multiprocessing's own helper
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(10) == 0
+    assert process.stdout is not None
+    assert process.stdout.read() == ""
+
+
 def children(pid: int) -> list[int]:
     return [int(c) for c in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 

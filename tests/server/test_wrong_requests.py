@@ -10,10 +10,13 @@ from typing import Any
 import httpx
 import pytest
 from fake_loop import MAX_MODEL_LEN, VOCAB_SIZE
+from pydantic import ValidationError
 from serving import Served, serve
 
 from moestro.engine.config import EngineConfig
+from moestro.errors import RequestError
 from moestro.server.config import ServerConfig
+from moestro.server.schema import CompletionBody, completion_params
 
 USER = [{"role": "user", "content": "hi"}]
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
@@ -127,6 +130,27 @@ def test_bodies_that_are_not_json(http: httpx.Client, content: bytes) -> None:
     answer = http.post(COMPLETION, content=content, headers={"Content-Type": "application/json"})
     assert answer.status_code == 400
     assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+MANY = 10_000
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": [1, "a"] * MANY},
+        {"prompt": [[1]] * MANY},
+        {"prompt": "a", "stop": [1] * MANY},
+        {"prompt": "a", "stop_token_ids": ["a"] * MANY},
+        {"prompt": "a", "logit_bias": {f"x{i}": "y" for i in range(MANY)}},
+    ],
+)
+def test_a_body_with_many_mistakes_makes_few_complaints(body: dict[str, Any]) -> None:
+    """Or else 16 MB of them take minutes and gigabytes."""
+    with pytest.raises((ValidationError, RequestError)) as caught:
+        completion_params(CompletionBody.model_validate(body))
+    if isinstance(caught.value, ValidationError):
+        assert caught.value.error_count() < 10
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "1e999"])

@@ -85,14 +85,14 @@ class EngineClient:
 
     async def stop(self) -> None:
         """End the process; open requests end with EngineDeadError."""
-        self.state = "stopped"
+        was_ready, self.state = self.ready, "stopped"
         if self._supervisor is not None:
             self._supervisor.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._supervisor
         self._end_all("the server is stopping")
         self._send(m.Shutdown())
-        await self._clean_up(patience_s=5.0)
+        await self._clean_up(patience_s=5.0 if was_ready else 0.0)  # while loading, it would not hear us
 
     async def submit(self, request: Request) -> Stream:
         """Hand a request to the engine and wait until it takes it.

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from moestro.engine.request import Completion, Delta, GenerationResult, PositionLogprobs, Request
 from moestro.errors import RequestError
 from moestro.server.logprobs import CompletionLogprobs, prompt_logprobs
-from moestro.server.schema import MAX_PROMPTS, CompletionBody, completion_params
+from moestro.server.schema import CompletionBody, completion_params
 from moestro.server.service import Service, usage
 from moestro.server.stream import Chunk, sse_response
 
@@ -51,10 +51,6 @@ async def _prompts(service: Service, body: CompletionBody) -> list[list[int]]:
         texts_or_ids = given  # type: ignore[assignment]
     if not texts_or_ids:
         raise RequestError("prompt is an empty list; at least one token is needed", "prompt")
-    if len(texts_or_ids) > MAX_PROMPTS:
-        raise RequestError(
-            f"prompt is a list of {len(texts_or_ids)}; at most {MAX_PROMPTS} are taken at once", "prompt"
-        )
     prompts = []
     for prompt in texts_or_ids:
         if isinstance(prompt, str):

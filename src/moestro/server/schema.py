@@ -6,14 +6,16 @@ implemented are refused by name, unless they have the value that asks for nothin
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from moestro.engine.request import MAX_LOGPROBS, SamplingParams
+from moestro.engine.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams
 from moestro.errors import RequestError
 
-TokenIds = list[int]
+# A list stops at its first wrong item: a body of millions of them would otherwise make as many complaints.
+TokenIds = Annotated[list[int], Field(fail_fast=True)]
+Texts = Annotated[list[str], Field(fail_fast=True)]
 MAX_PROMPTS = 256
 
 # Field -> values that ask for nothing.
@@ -72,9 +74,9 @@ class SamplingBody(_Body):
     presence_penalty: float | None = None
     repetition_penalty: float | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    logit_bias: dict[str, float] | None = None
+    stop: str | Texts | None = None
+    stop_token_ids: TokenIds | None = None
+    logit_bias: dict[str, Any] | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
@@ -96,11 +98,14 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
 
     role: str
-    content: str | list[dict[str, Any]] | None = None
+    content: str | Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
+
+
+Messages = Annotated[list[ChatMessage], Field(fail_fast=True)]
 
 
 class ChatBody(SamplingBody):
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: Messages = Field(min_length=1)
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -112,7 +117,12 @@ class ChatBody(SamplingBody):
 
 
 class CompletionBody(SamplingBody):
-    prompt: str | list[str] | TokenIds | list[TokenIds]
+    prompt: (
+        str
+        | Annotated[list[str], Field(fail_fast=True, max_length=MAX_PROMPTS)]
+        | TokenIds
+        | Annotated[list[TokenIds], Field(fail_fast=True, max_length=MAX_PROMPTS)]
+    )
     logprobs: int | None = None
     echo: bool | None = None
     add_special_tokens: bool | None = None
@@ -120,7 +130,7 @@ class CompletionBody(SamplingBody):
 
 class TokenizeBody(_Body):
     prompt: str | None = None
-    messages: list[ChatMessage] | None = None
+    messages: Messages | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -194,6 +204,8 @@ def _params(body: SamplingBody, **given: Any) -> SamplingParams:
     if body.stop is not None:
         options["stop"] = [body.stop] if isinstance(body.stop, str) else body.stop
     if body.logit_bias is not None:
+        if len(body.logit_bias) > MAX_LOGIT_BIAS:
+            raise RequestError(f"logit_bias takes up to {MAX_LOGIT_BIAS} tokens", "logit_bias")
         options["logit_bias"] = {_bias_id(key): value for key, value in body.logit_bias.items()}
     return SamplingParams(**options)
 

@@ -203,8 +203,9 @@ class Generation:
         while (await http.receive())["type"] != "http.disconnect":
             pass
         self.disconnected = True
-        for _, stream, _ in self._members:
+        for request, stream, clock in self._members:
             stream.abort()
+            clock.end(request.params.n)  # here, since an answer that was never begun has no reader to do it
 
 
 class ClientGone(Exception):
