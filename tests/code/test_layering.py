@@ -150,3 +150,11 @@ def test_the_commands_of_the_readme_are_the_scripts() -> None:
     for name in ("scripts/run", "scripts/test"):
         assert name in readme
         assert (ROOT / name).stat().st_mode & 0o111, f"{name} is not executable"
+
+
+def test_the_options_page_is_current() -> None:
+    from moestro.cli.reference import options_page
+
+    assert (ROOT / "docs" / "options.md").read_text() == options_page(), (
+        "run: python -m moestro.cli.reference > docs/options.md"
+    )

@@ -123,12 +123,10 @@ async def _nobody_listens(_: Request, __: Exception) -> Response:
 
 def curl_line(service: Service, url: str) -> str:
     """A command that gets an answer from this server."""
-    if service.template is not None:
-        path, body = "chat/completions", '"messages": [{"role": "user", "content": "Hello"}]'
-    else:
-        path, body = "completions", '"prompt": "Hello"' if service.tokenizer else '"prompt": [1, 2, 3]'
+    prompt = '"The capital of France is"' if service.tokenizer else "[1, 2, 3]"
+    body = f'{{"prompt": {prompt}, "max_tokens": 8, "temperature": 0}}'
     key = " -H 'Authorization: Bearer KEY'" if service.config.api_key else ""
-    return f"curl {url}/v1/{path} -H 'Content-Type: application/json'{key} -d {shlex.quote('{' + body + '}')}"
+    return f"curl {url}/v1/completions -H 'Content-Type: application/json'{key} -d {shlex.quote(body)}"
 
 
 def _page(service: Service, url: str) -> str:
