@@ -186,6 +186,20 @@ def test_metrics_count_each_request_once(http: httpx.Client) -> None:
     assert after['moestro:expert_tokens_max{layer="1",model_name="fake"}'] == 3
 
 
+def test_requests_that_end_by_themselves_send_no_abort(
+    served: Served, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """C91: aborts of finished requests once were most of the engine's messages."""
+    sent: list[object] = []
+    send = served.service.client._send
+    monkeypatch.setattr(served.service.client, "_send", lambda message: (sent.append(message), send(message)))
+    for stream in (True, False):
+        body = {"prompt": ["ab", "cd"], "max_tokens": 2, "n": 2, "stream": stream}
+        assert http.post("/v1/completions", json=body).status_code == 200
+    http.get("/health")
+    assert [type(message).__name__ for message in sent] == ["Add"] * 4
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_goes_away_stops_its_request(served: Served, http: httpx.Client, stream: bool) -> None:
     """C91: within a step, counted once, and no abort is sent for requests that ended by themselves."""
