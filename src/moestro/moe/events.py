@@ -1,6 +1,6 @@
 """What the MoE layers tell the world: one event a layer and step, and the counters that add them up.
 
-E physical experts, L MoE layers.
+E physical experts.
 """
 
 from __future__ import annotations
@@ -41,22 +41,24 @@ class ExpertCounters:
 
     def __init__(self, placement: Placement, device: torch.device) -> None:
         self.placement = placement
-        sizes = [len(slots) for slots in placement.physical_to_logical]
-        self._slots_LE = torch.zeros(len(sizes), max(sizes, default=0), dtype=torch.int64, device=device)
+        # Offsets are added up as they come, and taken apart into counts when they are read: one small operation a layer.
+        self._offsets = [
+            torch.zeros(len(slots) + 1, dtype=torch.int64, device=device) for slots in placement.physical_to_logical
+        ]
 
     def record(self, event: RoutingEvent) -> None:
-        counts_E = event.offsets_E1.diff()
-        self._slots_LE[event.layer, : counts_E.shape[0]] += counts_E
+        self._offsets[event.layer] += event.offsets_E1
 
     def tokens(self) -> list[list[int]]:
         """Pairs a layer and logical expert."""
         totals = []
-        for slots, row in zip(self.placement.physical_to_logical, self._slots_LE.tolist(), strict=True):
+        for slots, offsets in zip(self.placement.physical_to_logical, self._offsets, strict=True):
             experts = [0] * self.placement.num_experts
-            for slot, expert in enumerate(slots):
-                experts[expert] += row[slot]
+            for expert, count in zip(slots, offsets.diff().tolist(), strict=True):
+                experts[expert] += count
             totals.append(experts)
         return totals
 
     def reset(self) -> None:
-        self._slots_LE.zero_()
+        for offsets in self._offsets:
+            offsets.zero_()
