@@ -41,7 +41,7 @@ class ExpertCounters:
 
     def __init__(self, placement: Placement, device: torch.device) -> None:
         self.placement = placement
-        # Offsets are added up as they come, and taken apart into counts when they are read: one small operation a layer.
+        # Offsets are added up as they come and taken apart when they are read: one small operation a layer.
         self._offsets = [
             torch.zeros(len(slots) + 1, dtype=torch.int64, device=device) for slots in placement.physical_to_logical
         ]
