@@ -26,13 +26,11 @@ def inspect(
         return
     width = max(map(len, facts))
     for name, value in facts.items():
-        if value not in (None, [], {}):
+        if value not in (None, [], {}) and name != "quantization_config":
             print(f"{name.replace('_', ' '):<{width}}  {_shown(name, value)}")
 
 
 def _shown(name: str, value: Any) -> str:
-    if isinstance(value, dict):
-        return ", ".join(f"{_shown(name, v)} ({k})" for k, v in value.items())
     if isinstance(value, list):
         return "; ".join(map(str, value))
     if name.endswith("_params"):

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from moestro.spec.count import ACTIVE_PARAMS_COUNTS, active_params, kv_bytes_per_token, total_params, weight_bytes
+from moestro.spec.count import (
+    ACTIVE_PARAMS_COUNTS,
+    DTYPE_BYTES,
+    active_params,
+    kv_bytes_per_token,
+    total_params,
+    weight_bytes,
+)
 from moestro.spec.fields import ModelSpec, MoESpec
 
 
@@ -12,10 +19,12 @@ def describe(spec: ModelSpec) -> dict[str, Any]:
     """Sizes and options of a model, ready for JSON.
 
     weight_bytes is None when config.json does not say enough, and weight_bytes_estimated when the rules of a quantised
-    format were assumed. kv_bytes_per_token has one value a cache dtype.
+    format were assumed. kv_bytes_per_token is for a cache of kv_dtype: the model's dtype, bfloat16 when it has none.
+    quantization names the format, quantization_config is what config.json says of it.
     """
     moe = next(layer.mlp for layer in spec.layers if isinstance(layer.mlp, MoESpec)) if spec.moe_layers else None
     weights = weight_bytes(spec)
+    kv_dtype = spec.dtype if spec.dtype in DTYPE_BYTES else "bfloat16"
     return {
         "architecture": spec.architecture,
         "family": spec.family,
@@ -30,8 +39,10 @@ def describe(spec: ModelSpec) -> dict[str, Any]:
         "active_params_counts": ACTIVE_PARAMS_COUNTS,
         "weight_bytes": weights.value,
         "weight_bytes_estimated": weights.estimate,
-        "kv_bytes_per_token": {dtype: kv_bytes_per_token(spec, dtype) for dtype in ("float32", "bfloat16")},
-        "quantization": spec.quantization,
+        "kv_bytes_per_token": kv_bytes_per_token(spec, kv_dtype),
+        "kv_dtype": kv_dtype,
+        "quantization": str(spec.quantization.get("quant_method")) if spec.quantization else None,
+        "quantization_config": spec.quantization,
         "blockers": list(spec.blockers),
         "ignored": list(spec.ignored),
     }
