@@ -99,7 +99,7 @@ class FakeLoop:
             raise RuntimeError("a bug in /secret/path")
         return [self._advance(key) for key in list(self._active)]
 
-    def fail_running(self, message: str) -> list[Delta]:
+    def fail_step(self, message: str) -> list[Delta]:
         keys, self._active = list(self._active), {}
         return [Delta(request_id, index, finish_reason="error", error=message) for request_id, index in keys]
 

@@ -19,10 +19,9 @@ from moestro.engine.sequence import Sequence
 from moestro.engine.stats import EngineStats, ModelInfo
 from moestro.errors import RequestError
 from moestro.kv.pages import PagePool
+from moestro.text.grammar import Grammar, GrammarCompiler
 from moestro.text.stream import TextStream
 from moestro.text.tokenizer import Tokenizer
-
-_NOT_A_NUMBER = "the model's output is not a number for this input; nothing more can be generated"
 
 
 class EngineLoop:
@@ -40,6 +39,9 @@ class EngineLoop:
         self._streams: dict[tuple[str, int], TextStream] = {}
         self._prompt_logprobs: dict[str, list[PositionLogprobs | None]] = {}
         self._seeds = random.Random(config.seed)
+        self._grammars: dict[tuple[str, int], Grammar] = {}
+        self._compiler = GrammarCompiler(self.tokenizer, self._engine.spec.vocab_size, self._engine.end_ids)
+        self._in_step: list[Sequence] = []
 
     @property
     def info(self) -> ModelInfo:
@@ -57,6 +59,8 @@ class EngineLoop:
         """Queue a request. Raises RequestError, naming the field, when it can never be served."""
         self._check(request)
         params = request.params
+        wanted = params.structured_outputs
+        grammars = [self._compiler.start(wanted) for _ in range(params.n)] if wanted is not None else []
         room = self._engine.resolved.max_model_len - len(request.prompt_token_ids)
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
@@ -74,6 +78,8 @@ class EngineLoop:
                 self._streams[sequence.key] = TextStream(
                     self.tokenizer, params.stop, params.include_stop_str_in_output, params.skip_special_tokens
                 )
+            if grammars:
+                self._grammars[sequence.key] = grammars[index]
             sequences[index] = sequence
             self._scheduler.add(sequence)
         self._open[request.request_id] = sequences
@@ -89,10 +95,11 @@ class EngineLoop:
         plan = self._scheduler.plan_step()
         if not plan.scheduled:
             return []
+        self._in_step = [item.sequence for item in plan.scheduled]
         logits_RV = self._engine.runner.run(plan)
         self._collect_prompt_logprobs(plan, logits_RV)
         sampling = [item.sequence for item in plan.scheduled if item.samples]
-        sampled = dict(zip(sampling, sample(logits_RV[_sampling_rows(plan)], sampling), strict=True))
+        sampled = dict(zip(sampling, sample(logits_RV[_sampling_rows(plan)], sampling, self._grammars), strict=True))
         for sequence, result in sampled.items():
             if result.token_id is None:
                 sequence.finish("error")
@@ -102,12 +109,13 @@ class EngineLoop:
         self._forget(self._scheduler.collect_finished())
         return deltas
 
-    def fail_running(self, message: str) -> list[Delta]:
-        """End every running completion with an error, after a step that broke; waiting ones stay."""
+    def fail_step(self, message: str) -> list[Delta]:
+        """End the completions of a step that broke with an error; all others stay."""
         deltas = []
-        for sequence in self._scheduler.running:
+        for sequence in [s for s in self._in_step or self._scheduler.running if not s.finished]:
             sequence.finish("error")
             deltas.append(Delta(*sequence.key, finish_reason="error", error=message))
+        self._in_step = []
         self._forget(self._scheduler.collect_finished())
         return deltas
 
@@ -218,7 +226,7 @@ class EngineLoop:
     def _delta(self, sequence: Sequence, result: Sampled) -> Delta:
         delta = Delta(*sequence.key, num_cached_tokens=sequence.num_cached)
         if result.token_id is None:
-            delta.finish_reason, delta.error = "error", _NOT_A_NUMBER
+            delta.finish_reason, delta.error = "error", result.error
             return delta
         delta.token_ids = [result.token_id]
         if result.logprobs is not None:
@@ -232,10 +240,21 @@ class EngineLoop:
                 delta.text, matched = stream.push([result.token_id])
             if matched is not None:
                 sequence.finish_reason, sequence.stop_reason = "stop", matched
-            elif sequence.finished:
+            elif self._is_complete(sequence, result.token_id) or sequence.finished:
                 delta.text += stream.flush()
         delta.finish_reason, delta.stop_reason = sequence.finish_reason, sequence.stop_reason
         return delta
+
+    def _is_complete(self, sequence: Sequence, token_id: int) -> bool:
+        """Take a token into the sequence's grammar; when nothing can follow, the sequence has come to its end."""
+        grammar = self._grammars.get(sequence.key)
+        if grammar is None or sequence.finish_reason == "stop":
+            return False
+        grammar.advance(token_id)
+        if grammar.done and grammar.error is None:
+            sequence.finish_reason = "stop"  # also when max_tokens are reached just here
+            return True
+        return False
 
     def _named(self, position: PositionLogprobs) -> PositionLogprobs:
         """The same with each token's text."""
@@ -252,6 +271,7 @@ class EngineLoop:
         for sequence in sequences:
             request_id = sequence.request.request_id
             self._streams.pop(sequence.key, None)
+            self._grammars.pop(sequence.key, None)
             siblings = self._open[request_id]
             del siblings[sequence.index]
             if not siblings:

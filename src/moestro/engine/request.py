@@ -11,6 +11,7 @@ from typing import Literal
 import msgspec
 
 from moestro.errors import RequestError
+from moestro.text.grammar import StructuredOutputs
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 MAX_LOGPROBS = 20
@@ -33,6 +34,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: None means up to the context limit. ignore_eos: go on past end tokens.
     logprobs, prompt_logprobs: that many likeliest tokens a position, besides the one chosen; taken from the model's own
         logits, before temperature, penalties, bias and truncation.
+    structured_outputs: what the text has to look like; it ends as soon as nothing can be added.
 
     Raises RequestError with the name of the field at fault.
     """
@@ -56,6 +58,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: int | None = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):  # msgspec does not check types when a struct is built in Python
@@ -81,6 +84,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
                 raise RequestError(
                     f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}", "min_tokens"
                 )
+        if self.min_tokens and self.structured_outputs is not None:
+            raise RequestError("min_tokens cannot be kept when structured_outputs end the text", "min_tokens")
         for field in ("logprobs", "prompt_logprobs"):
             if getattr(self, field) is not None:
                 self._within(field, getattr(self, field), 0, MAX_LOGPROBS)

@@ -1,8 +1,8 @@
 """From logits to tokens, each row by its own request's parameters. A row's result depends on nothing but the row.
 
 The order is: log-probabilities are taken from the logits as they come; then repetition, presence and frequency
-penalties, logit bias, and the ban on end tokens before min_tokens; then greedy choice, or temperature, top-k, top-p
-over what top-k left, min-p, and a draw.
+penalties, logit bias, the ban on end tokens before min_tokens, and what a grammar forbids; then greedy choice, or
+temperature, top-k, top-p over what top-k left, min-p, and a draw.
 
 A draw needs one uniform number, made by a counter-based generator from the request's seed and the number of tokens so
 far. So a seeded request gives the same tokens alone, in a batch, and after a preemption.
@@ -12,6 +12,7 @@ R rows, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,28 +20,40 @@ import torch
 
 from moestro.engine.request import PositionLogprobs, SamplingParams, TokenLogprob
 from moestro.engine.sequence import Sequence
+from moestro.text.grammar import Grammar
 
+NOT_A_NUMBER = "the model's output is not a number for this input; nothing more can be generated"
 _CANDIDATES = 1024  # top-p looks among so many tokens first; a nucleus is rarely wider
 
 
 @dataclass(frozen=True)
 class Sampled:
-    """One row's token, and its log-probabilities if they were asked for. token_id: None when the row's logits hold
-    NaN.
+    """One row's token, and its log-probabilities if they were asked for.
+
+    token_id: None when there is none to choose, for the reason in error.
     """
 
     token_id: int | None
     logprobs: PositionLogprobs | None
+    error: str | None = None
 
 
-def sample(logits_RV: torch.Tensor, sequences: list[Sequence]) -> list[Sampled]:
-    """Choose one token a row. logits_RV: float32, one row a sequence, changed in place where parameters ask for it."""
+Grammars = Mapping[tuple[str, int], Grammar]
+
+
+def sample(logits_RV: torch.Tensor, sequences: list[Sequence], grammars: Grammars | None = None) -> list[Sampled]:
+    """Choose one token a row.
+
+    logits_RV: float32, one row a sequence, changed in place where parameters ask for it. grammars: by sequence key.
+    """
     assert logits_RV.shape[0] == len(sequences)
     poisoned: list[bool] = logits_RV.amax(dim=-1).isnan().tolist()
     wanted = [r for r, s in enumerate(sequences) if s.request.params.logprobs is not None]
     logprobs = {r: torch.log_softmax(logits_RV[r], dim=-1) for r in wanted}
     for row, sequence in enumerate(sequences):
         _adjust_(logits_RV[row], sequence)
+    failed = {r: NOT_A_NUMBER for r, is_poisoned in enumerate(poisoned) if is_poisoned}
+    failed |= _constrain_(logits_RV, sequences, grammars or {})
     token_ids = torch.argmax(logits_RV, dim=-1)
     random = [r for r, s in enumerate(sequences) if s.request.params.temperature > 0]
     if random:
@@ -50,8 +63,8 @@ def sample(logits_RV: torch.Tensor, sequences: list[Sequence]) -> list[Sampled]:
     results = []
     for row, (token_id, sequence) in enumerate(zip(chosen, sequences, strict=True)):
         top = sequence.request.params.logprobs
-        if poisoned[row]:
-            results.append(Sampled(None, None))
+        if row in failed:
+            results.append(Sampled(None, None, failed[row]))
         else:
             results.append(Sampled(token_id, None if top is None else position_logprobs(logprobs[row], token_id, top)))
     return results
@@ -88,6 +101,21 @@ def _adjust_(logits_V: torch.Tensor, sequence: Sequence) -> None:
     if sequence.num_output < params.min_tokens:
         banned = set(params.stop_token_ids) | (set() if params.ignore_eos else sequence.end_ids)
         logits_V[[i for i in banned if i < logits_V.shape[0]]] = float("-inf")
+
+
+def _constrain_(logits_RV: torch.Tensor, sequences: list[Sequence], grammars: Grammars) -> dict[int, str]:
+    """Forbid what the rows' grammars forbid. Returns the rows without any token left, and why; they become zeros."""
+    failed = {}
+    for row, sequence in enumerate(sequences):
+        grammar = grammars.get(sequence.key)
+        if grammar is None:
+            continue
+        allowed_V = torch.from_numpy(grammar.allowed(logits_RV.shape[1])).to(logits_RV.device)
+        logits_RV[row].masked_fill_(~allowed_V, float("-inf"))
+        if grammar.error is not None or not bool(allowed_V.any()):
+            failed[row] = f"the grammar cannot go on: {grammar.error or 'no token of this model fits it'}"
+            logits_RV[row] = 0.0
+    return failed
 
 
 def _draw(logits_RV: torch.Tensor, sequences: list[Sequence]) -> torch.Tensor:

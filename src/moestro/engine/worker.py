@@ -20,7 +20,7 @@ from moestro.engine import messages as m
 from moestro.engine.config import EngineConfig
 from moestro.engine.request import Delta, Request
 from moestro.engine.stats import EngineStats, ModelInfo
-from moestro.errors import MoestroError, RequestError
+from moestro.errors import CapacityError, MoestroError, RequestError
 from moestro.logs import logger, setup_logging
 
 STATS_INTERVAL_S = 0.5
@@ -39,7 +39,7 @@ class Loop(Protocol):
     def add(self, request: Request) -> None: ...
     def abort(self, request_id: str) -> None: ...
     def step(self) -> list[Delta]: ...
-    def fail_running(self, message: str) -> list[Delta]: ...
+    def fail_step(self, message: str) -> list[Delta]: ...
     def stats(self) -> EngineStats: ...
     def expert_loads(self) -> dict[str, Any]: ...
 
@@ -154,12 +154,12 @@ class _Worker:
             deltas = self._loop.step()
             self._failures = 0
         except Exception as error:
-            self._failures += 1
+            # Too large a step says nothing about the next one; other failures may mean that the engine is broken.
+            self._failures += not _is_out_of_memory(error)
             if self._failures >= MAX_FAILURES_IN_A_ROW:
                 raise
             logger.log(logging.ERROR, "an engine step fails; its requests end with an error", exc_info=error)
-            reason = str(error) if isinstance(error, MoestroError) else f"{type(error).__name__} in the engine"
-            deltas = self._loop.fail_running(reason)
+            deltas = self._loop.fail_step(_reason(error))
         if deltas:
             self._send(m.Deltas(deltas))
 
@@ -171,3 +171,21 @@ class _Worker:
 
     def _send(self, message: m.FromEngine) -> None:
         self._socket.send(m.encode(message))
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    # By name and text: torch is loaded in the engine alone, and its CPU allocator has no exception class of its own.
+    texts = ("not enough memory", "can't allocate memory")
+    return isinstance(error, MemoryError | CapacityError) or (
+        isinstance(error, RuntimeError)
+        and (type(error).__name__ == "OutOfMemoryError" or any(text in str(error) for text in texts))
+    )
+
+
+def _reason(error: Exception) -> str:
+    """What clients are told; the message of an unknown error may name paths."""
+    if isinstance(error, MoestroError):
+        return str(error)
+    if _is_out_of_memory(error):
+        return "out of memory in this step; try a shorter prompt, or again with fewer requests at a time"
+    return f"{type(error).__name__} in the engine"

@@ -71,6 +71,10 @@ class Tokenizer:
         """Number of tokens, added ones included; the model's own vocabulary may be padded beyond it."""
         return self._backend.get_vocab_size(with_added_tokens=True)
 
+    def to_json(self) -> str:
+        """The whole tokenizer as tokenizer.json has it."""
+        return self._backend.to_str()
+
     @cached_property
     def named_special_tokens(self) -> dict[str, str]:
         """bos_token, eos_token and so on of tokenizer_config.json, as plain strings."""
