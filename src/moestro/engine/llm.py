@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,11 +26,14 @@ class LLM:
         llm = LLM("demo")
         print(llm.generate("The capital of France is")[0].text)
 
-    model: folder, hub id or "demo". options: the fields of `moestro.EngineConfig`. progress: called with (what, done,
-    total) while loading. Raises a `moestro.MoestroError` that says what is wrong with the model or an option.
+    model: folder, hub id or "demo". options: the fields of `moestro.EngineConfig`; dtype may be a torch dtype.
+    progress: called with (what, done, total) while loading. Raises a `moestro.MoestroError` that says what is wrong
+    with the model or an option.
     """
 
-    def __init__(self, model: str = "demo", *, progress: Progress | None = None, **options: Any) -> None:
+    def __init__(self, model: str | Path = "demo", *, progress: Progress | None = None, **options: Any) -> None:
+        if isinstance(dtype := options.get("dtype"), torch.dtype):
+            options["dtype"] = str(dtype).removeprefix("torch.")
         self._loop = EngineLoop(EngineConfig.from_options(model=str(model), **options), progress)
         self._ids = (f"llm-{i}" for i in itertools.count())
 
