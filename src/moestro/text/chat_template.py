@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +23,23 @@ _RESERVED = ("self", "messages", "add_generation_prompt", "documents")
 
 
 class ChatTemplate:
-    """A compiled Jinja template, run in a sandbox with the names and filters that Hugging Face gives templates."""
+    """A Jinja template, run in a sandbox with the names and filters that Hugging Face gives templates."""
 
     def __init__(self, source: str, special_tokens: dict[str, str] | None = None, name: str = "chat template") -> None:
         """special_tokens: bos_token, eos_token and so on, offered to it. Raises CheckpointError on a syntax error."""
         self.source = source
         self._special_tokens = special_tokens or {}
         try:
-            self._template = _environment().from_string(source)
+            # Parsed only: compiling already computes constant expressions, and one can be as large as it likes.
+            _environment().parse(source)
         except jinja2.TemplateSyntaxError as error:
             raise CheckpointError(
                 f"{name} is not a valid Jinja template: {error.message} (line {error.lineno})"
             ) from None
+
+    @cached_property
+    def _template(self) -> jinja2.Template:
+        return _environment().from_string(self.source)
 
     @classmethod
     def load(cls, folder: str | Path) -> ChatTemplate | None:
