@@ -66,7 +66,7 @@ class TemplateRenderer:
                 self._end()
                 if attempt == 1:
                     raise RequestError(
-                        f"the model's chat template takes more than {self._time_limit_s:g} s or {MEMORY_BYTES >> 30} GiB "
+                        f"the model's chat template takes more than {self._time_limit_s:g} s of CPU time or {MEMORY_BYTES >> 30} GiB "
                         "on these messages",
                         "messages",
                     )
@@ -113,7 +113,7 @@ def _run(pipe: Connection, folder: str, time_limit_s: float) -> None:
     """Main function of the process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process, in mid-instruction of a C function too
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process, in mid-instruction of a C function too
     template = ChatTemplate.load(folder)
     if template is None:
         return
@@ -126,7 +126,7 @@ def _run(pipe: Connection, folder: str, time_limit_s: float) -> None:
             messages, add_generation_prompt, kwargs = pipe.recv()
         except (EOFError, OSError):
             return
-        signal.setitimer(signal.ITIMER_REAL, time_limit_s)
+        signal.setitimer(signal.ITIMER_PROF, time_limit_s)
         answer: tuple[str, str | None, str | None]
         try:
             answer = template.render(messages, add_generation_prompt, **kwargs), None, None
@@ -138,5 +138,5 @@ def _run(pipe: Connection, folder: str, time_limit_s: float) -> None:
                 f"the model's chat template takes more than {MEMORY_BYTES >> 30} GiB on these messages",
                 "messages",
             )
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
         pipe.send(answer)
