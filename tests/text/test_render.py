@@ -17,7 +17,7 @@ from moestro.text.render import TemplateRenderer
 TEMPLATE = """{% for m in messages %}{{ m.role }}={{ m.content }};{% endfor %}
 {%- if messages[0].content == "loop" %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}{% endif %}
 {%- if messages[0].content == "big" %}{{ ("x" * 3000000000) | length }}{% endif %}
-{%- if messages[0].content == "power" %}{{ 9 ** (9 ** 9) }}{% endif %}
+{%- if messages[0].content == "power" %}{{ (messages | length + 8) ** (9 ** 9) }}{% endif %}
 {%- if messages[0].content == "refuse" %}{{ raise_exception("no") }}{% endif %}
 {%- if messages[0].content == "kwargs" %}{{ extra }}{% endif %}"""
 
