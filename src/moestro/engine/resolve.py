@@ -70,8 +70,8 @@ def resolve(config: EngineConfig, spec: ModelSpec, *, num_params: int) -> Resolv
     free = available_memory() - weight_bytes
     if free <= 0:
         raise CapacityError(
-            f"the weights need {_gib(weight_bytes)} in {str(dtype).removeprefix('torch.')}, and {_gib(free + weight_bytes)} of "
-            "memory are free"
+            f"the weights need {_gib(weight_bytes)} in {str(dtype).removeprefix('torch.')}, "
+            f"and {_gib(free + weight_bytes)} of memory are free"
         )
     wanted_len, why_len = _model_len(config, spec)
     if config.kv_memory is not None:
