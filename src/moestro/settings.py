@@ -35,6 +35,7 @@ _TABLE = (
     Variable("MOESTRO_KERNELS", str, None, "implementation to prefer in kernels/select: reference, numba"),
     Variable("MOESTRO_DEMO_GGUF", Path, None, "a SmolLM2-135M-Instruct GGUF on disk, used in place of a download"),
     Variable("MOESTRO_API_KEY", str, None, "key that clients of `moestro serve` must send, as --api-key"),
+    Variable("MOESTRO_API_KEY_FILE", str, None, "file with keys, one a line, as --api-key-file"),
 )
 
 
@@ -84,4 +85,9 @@ def demo_gguf() -> Path | None:
 
 def api_key() -> str | None:
     value: str | None = _read("MOESTRO_API_KEY")
+    return value
+
+
+def api_key_file() -> str | None:
+    value: str | None = _read("MOESTRO_API_KEY_FILE")
     return value

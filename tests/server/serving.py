@@ -62,6 +62,7 @@ def serve(
         server.should_exit = True
         await serving
         await client.stop()
+        service.close()
 
     thread = threading.Thread(target=lambda: asyncio.run(run()))
     thread.start()

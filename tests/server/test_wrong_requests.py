@@ -19,6 +19,7 @@ from moestro.server.config import ServerConfig
 from moestro.server.schema import CompletionBody, completion_params
 
 USER = [{"role": "user", "content": "hi"}]
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 
 # path, body, status, field
@@ -74,7 +75,36 @@ WRONG: list[tuple[str, Any, int, str | None]] = [
     (CHAT, {"messages": USER, "tools": [{"type": "function"}]}, 400, "tools"),
     (CHAT, {"messages": USER, "tool_choice": "required"}, 400, "tool_choice"),
     (CHAT, {"messages": USER, "response_format": {"type": "json_schema", "json_schema": {}}}, 400, "response_format"),
-    (CHAT, {"messages": USER, "response_format": {"type": "json_object"}}, 400, "response_format"),
+    (CHAT, {"messages": USER, "response_format": {"type": "xml"}}, 400, "response_format"),
+    (CHAT, {"messages": USER, "response_format": {"type": "json_schema"}}, 400, "response_format"),
+    (CHAT, {"messages": USER, "structured_outputs": {}}, 400, "structured_outputs"),
+    (CHAT, {"messages": USER, "structured_outputs": {"regex": "a", "choice": ["a"]}}, 400, "structured_outputs"),
+    (
+        CHAT,
+        {"messages": USER, "structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
+        400,
+        "structured_outputs",
+    ),
+    (CHAT, {"messages": USER, "response_format": {"type": "json_object"}, "min_tokens": 2}, 400, "min_tokens"),
+    (CHAT, {"messages": USER, "tools": [TOOL, TOOL]}, 400, "tools"),
+    (CHAT, {"messages": USER, "tools": [{"type": "function", "function": {"name": "a b"}}]}, 400, "tools"),
+    (CHAT, {"messages": USER, "tools": [TOOL] * 200}, 400, "tools"),
+    (CHAT, {"messages": USER, "tools": [TOOL], "tool_choice": "maybe"}, 400, "tool_choice"),
+    (CHAT, {"messages": USER, "tools": [TOOL], "tool_choice": {"function": {"name": "g"}}}, 400, "tool_choice"),
+    (
+        CHAT,
+        {"messages": USER, "tools": [TOOL], "tool_choice": "required", "response_format": {"type": "json_object"}},
+        400,
+        "response_format",
+    ),
+    (CHAT, {"messages": [{"role": "assistant", "tool_calls": [1]}]}, 400, "messages"),
+    (
+        CHAT,
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
+        400,
+        "messages",
+    ),
+    (CHAT, {"messages": USER, "n": 2, "best_of": 4}, 400, "best_of"),
     (CHAT, {"messages": USER, "guided_json": {}}, 400, "guided_json"),
     (CHAT, {"messages": USER, "audio": {}}, 400, "audio"),
     (CHAT, {"messages": USER, "modalities": ["audio"]}, 400, "modalities"),

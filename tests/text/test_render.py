@@ -15,7 +15,8 @@ from moestro.errors import RequestError
 from moestro.text.render import TemplateRenderer
 
 TEMPLATE = """{% for m in messages %}{{ m.role }}={{ m.content }};{% endfor %}
-{%- if messages[0].content == "loop" %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}{% endif %}
+{%- if messages[0].content == "loop" %}
+{%- for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}{% endif %}
 {%- if messages[0].content == "big" %}{{ ("x" * 3000000000) | length }}{% endif %}
 {%- if messages[0].content == "power" %}{{ (messages | length + 8) ** (9 ** 9) }}{% endif %}
 {%- if messages[0].content == "refuse" %}{{ raise_exception("no") }}{% endif %}

@@ -68,13 +68,13 @@ class _LoggedProgress:
             logger.info("%s%s", what, f" {100 * done // total} %" if total else "")
 
 
-def run_worker(address: str, config: EngineConfig, make_loop: MakeLoop, log_level: str) -> None:
+def run_worker(address: str, config: EngineConfig, make_loop: MakeLoop, log_level: str, log_format: str) -> None:
     """Main function of the engine process. address: the server's ZeroMQ endpoint. Ends with the server."""
     # Ctrl-C and a service manager's SIGTERM reach all processes of the group; the server decides when the engine ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, args=(address,), daemon=True).start()
-    setup_logging(log_level)
+    setup_logging(log_level, log_format)
     context = zmq.Context()
     socket = context.socket(zmq.PAIR)
     socket.set_hwm(0)

@@ -7,6 +7,7 @@ import html
 import shlex
 
 from fastapi import FastAPI, Request
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from moestro.errors import EngineDeadError, RequestError
@@ -27,6 +28,10 @@ def create_app(service: Service) -> FastAPI:
     failures.install(app)
     app.add_exception_handler(ClientGone, _nobody_listens)
     app.add_middleware(Access, service=service)
+    if service.config.allow_origin is not None:
+        # Outside of Access: a browser's preflight request has no key yet.
+        origins = [origin.strip() for origin in service.config.allow_origin.split(",") if origin.strip()]
+        app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"])
     _add_openai_routes(app, service)
     _add_token_routes(app, service)
     _add_watching_routes(app, service)
@@ -125,7 +130,7 @@ def curl_line(service: Service, url: str) -> str:
     """A command that gets an answer from this server."""
     prompt = '"The capital of France is"' if service.tokenizer else "[1, 2, 3]"
     body = f'{{"prompt": {prompt}, "max_tokens": 8, "temperature": 0}}'
-    key = " -H 'Authorization: Bearer KEY'" if service.config.api_key else ""
+    key = " -H 'Authorization: Bearer KEY'" if service.keys else ""
     return f"curl {url}/v1/completions -H 'Content-Type: application/json'{key} -d {shlex.quote(body)}"
 
 

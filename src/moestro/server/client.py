@@ -42,8 +42,10 @@ class EngineClient:
     num_restarts: since the server started. stats: the latest from the engine.
     """
 
-    def __init__(self, config: EngineConfig, make_loop: MakeLoop = build_loop) -> None:
+    def __init__(self, config: EngineConfig, make_loop: MakeLoop = build_loop, log_format: str = "text") -> None:
+        """log_format: of the engine process's own lines."""
         self._config = config
+        self._log_format = log_format
         self._make_loop = make_loop
         self._open: dict[str, Stream] = {}
         self._stats_waiters: list[asyncio.Future[EngineStats]] = []
@@ -159,7 +161,7 @@ class EngineClient:
         self._socket.bind(address)
         # A fresh interpreter: forking a process that has threads and event loops is not safe.
         spawn = multiprocessing.get_context("spawn")
-        arguments = (address, self._config, self._make_loop, log_level())
+        arguments = (address, self._config, self._make_loop, log_level(), self._log_format)
         self._process = spawn.Process(target=run_worker, args=arguments, name="moestro-engine", daemon=True)
         self._process.start()
         await self._receive(until_ready=True)

@@ -29,7 +29,8 @@ async def complete(service: Service, http: HttpRequest, body: CompletionBody) ->
     prompts = await _prompts(service, body)
     answer_id = f"cmpl-{uuid4().hex}"
     requests = [Request(f"{answer_id}-{i}", ids, params) for i, ids in enumerate(prompts)]
-    generation = await service.submit(http, requests)
+    field = "response_format" if body.structured_outputs is None else "structured_outputs"
+    generation = await service.submit(http, requests, field)
     answer = _Answer(service, body, answer_id, requests)
     if body.stream:
         return sse_response(generation, answer.first_chunks(), answer.chunks, answer.last_chunks)

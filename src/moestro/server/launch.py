@@ -18,6 +18,7 @@ from moestro.logs import logger
 from moestro.server.app import create_app, curl_line
 from moestro.server.client import EngineClient
 from moestro.server.config import ServerConfig
+from moestro.server.keys import ApiKeys
 from moestro.server.service import Service
 
 Announce = Callable[[str], None]
@@ -36,12 +37,14 @@ def run_server(
 
 async def _serve(engine_config: EngineConfig, config: ServerConfig, announce: Announce, make_loop: MakeLoop) -> int:
     listener = _bind(config)  # before the model loads: a taken port is known at once
-    client = EngineClient(engine_config, make_loop)
+    ApiKeys.load(config.api_key, config.api_key_file)  # a file that cannot be read, likewise
+    service: Service | None = None
+    client = EngineClient(engine_config, make_loop, config.log_format)
     try:
         if not await _start_unless_signalled(client):
             return 0
         service = Service(client, engine_config, config)
-        if config.api_key is None and not _is_loopback(listener):
+        if not service.keys and not _is_loopback(listener):
             logger.warning(
                 "listening on %s without an API key: whoever reaches the port can use the model", config.host
             )
@@ -51,6 +54,8 @@ async def _serve(engine_config: EngineConfig, config: ServerConfig, announce: An
     finally:
         await client.stop()
         listener.close()
+        if service is not None:
+            service.close()
 
 
 async def _start_unless_signalled(client: EngineClient) -> bool:

@@ -103,14 +103,19 @@ class Metrics:
 
 
 class RequestMetrics:
-    """Clock and counts of one request; each series gets it once, at the latest when end() is called."""
+    """Clock and counts of one request; each series gets it once, at the latest when end() is called.
+
+    reason: how it ended, None until then.
+    """
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
         self._arrival = time.monotonic()
         self._last: dict[int, float] = {}
         self._reasons: list[str] = []
-        self._num_generated = 0
+        self.num_generated = 0
+        self.first_token_s: float | None = None  # monotonic
+        self.reason: str | None = None
         self._num_prompt: int | None = None
         self._ended = False
 
@@ -119,7 +124,7 @@ class RequestMetrics:
         histograms, counters = self._metrics._histograms, self._metrics._counters
         if delta.token_ids:
             if self._num_prompt is None:
-                self._num_prompt = num_prompt_tokens
+                self._num_prompt, self.first_token_s = num_prompt_tokens, now
                 histograms["time_to_first_token_seconds"].observe(now - self._arrival)
                 histograms["request_prompt_tokens"].observe(num_prompt_tokens)
                 counters["prompt_tokens"].inc(num_prompt_tokens)
@@ -128,7 +133,7 @@ class RequestMetrics:
                 for _ in delta.token_ids:
                     histograms["inter_token_latency_seconds"].observe(gap)
             self._last[delta.index] = now
-            self._num_generated += len(delta.token_ids)
+            self.num_generated += len(delta.token_ids)
             counters["generation_tokens"].inc(len(delta.token_ids))
         if delta.finish_reason is not None:
             self._reasons.append(delta.finish_reason)
@@ -143,10 +148,11 @@ class RequestMetrics:
             reason = "error"
         elif len(self._reasons) == num_completions and "abort" not in self._reasons:
             reason = "length" if "length" in self._reasons else "stop"
+        self.reason = reason
         self._metrics._finished[reason].inc()
         self._metrics._histograms["e2e_request_latency_seconds"].observe(time.monotonic() - self._arrival)
-        if self._num_generated:
-            self._metrics._histograms["request_generation_tokens"].observe(self._num_generated)
+        if self.num_generated:
+            self._metrics._histograms["request_generation_tokens"].observe(self.num_generated)
 
     def failed(self) -> None:
         """The engine died under the request, which counts as an error."""

@@ -12,6 +12,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from moestro.engine.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams
 from moestro.errors import RequestError
+from moestro.server.structured import ResponseFormat, StructuredOutputsBody, Tool, ToolChoice, wanted_form
+from moestro.text.grammar import StructuredOutputs
 
 # A list stops at its first wrong item: a body of millions of them would otherwise make as many complaints.
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
@@ -37,12 +39,8 @@ _NOT_IMPLEMENTED: dict[str, tuple[Any, ...]] = {
     "logits_processors": (None, []),
     "modalities": (None, [], ["text"]),
     "prompt_embeds": (None,),
-    "response_format": (None, {"type": "text"}),
     "return_tokens_as_token_ids": (None, False),
-    "structured_outputs": (None,),
     "suffix": (None, ""),
-    "tool_choice": (None, "none", "auto"),
-    "tools": (None, []),
     "truncate_prompt_tokens": (None,),
     "use_beam_search": (None, False),
     "web_search_options": (None,),
@@ -86,6 +84,9 @@ class SamplingBody(_Body):
     best_of: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputsBody | None = None
+    user: str | None = None
 
     @property
     def include_usage(self) -> bool:
@@ -114,6 +115,9 @@ class ChatBody(SamplingBody):
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
     echo: bool | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
 
 
 class CompletionBody(SamplingBody):
@@ -141,8 +145,8 @@ class DetokenizeBody(_Body):
     tokens: TokenIds
 
 
-def chat_params(body: ChatBody) -> SamplingParams:
-    """Raises RequestError naming the field at fault."""
+def chat_params(body: ChatBody, form: StructuredOutputs | None = None) -> SamplingParams:
+    """form: of the tool calls that must be made, if any. Raises RequestError naming the field at fault."""
     if body.echo:
         raise RequestError("echo is not implemented for chat", "echo")
     top = body.top_logprobs
@@ -156,7 +160,7 @@ def chat_params(body: ChatBody) -> SamplingParams:
                 f"max_completion_tokens={body.max_completion_tokens} must be at least 1", "max_completion_tokens"
             )
         body.max_tokens = body.max_completion_tokens
-    return _params(body, max_tokens=body.max_tokens, logprobs=(top or 0) if body.logprobs else None)
+    return _params(body, form, max_tokens=body.max_tokens, logprobs=(top or 0) if body.logprobs else None)
 
 
 def completion_params(body: CompletionBody) -> SamplingParams:
@@ -167,9 +171,9 @@ def completion_params(body: CompletionBody) -> SamplingParams:
     max_tokens = 16 if body.max_tokens is None else body.max_tokens
     if max_tokens == 0 and body.echo:
         max_tokens = 1
-    params = _params(body, max_tokens=max_tokens, logprobs=body.logprobs)
+    params = _params(body, None, max_tokens=max_tokens, logprobs=body.logprobs)
     if body.echo and body.logprobs is not None and body.prompt_logprobs is None:
-        return _params(body, max_tokens=max_tokens, logprobs=body.logprobs, prompt_logprobs=body.logprobs)
+        return _params(body, None, max_tokens=max_tokens, logprobs=body.logprobs, prompt_logprobs=body.logprobs)
     return params
 
 
@@ -192,10 +196,13 @@ _PLAIN_FIELDS = (
 )
 
 
-def _params(body: SamplingBody, **given: Any) -> SamplingParams:
+def _params(body: SamplingBody, form: StructuredOutputs | None, **given: Any) -> SamplingParams:
     _refuse_not_implemented(body)
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise RequestError(f"best_of={body.best_of} is not implemented; it may only equal n", "best_of")
+    wanted = wanted_form(body.response_format, body.structured_outputs)
+    if form is not None and wanted is not None:
+        raise RequestError("response_format cannot be kept when tool_choice asks for a call", "response_format")
     if body.stream_options is not None and not body.stream:
         raise RequestError("stream_options needs stream to be true", "stream_options")
     if body.stream and body.prompt_logprobs is not None:
@@ -207,7 +214,7 @@ def _params(body: SamplingBody, **given: Any) -> SamplingParams:
         if len(body.logit_bias) > MAX_LOGIT_BIAS:
             raise RequestError(f"logit_bias takes up to {MAX_LOGIT_BIAS} tokens", "logit_bias")
         options["logit_bias"] = {_bias_id(key): value for key, value in body.logit_bias.items()}
-    return SamplingParams(**options)
+    return SamplingParams(**options, structured_outputs=form or wanted)
 
 
 def _bias_id(key: str) -> int:
@@ -220,6 +227,5 @@ def _refuse_not_implemented(body: BaseModel) -> None:
     extra = body.model_extra or {}
     for name, harmless in _NOT_IMPLEMENTED.items():
         if name in extra and extra[name] not in harmless:
-            raise RequestError(f"{name} is not implemented here", name)
-    if isinstance(extra.get("response_format"), dict) and extra["response_format"] != {"type": "text"}:
-        raise RequestError("response_format is implemented for type 'text' only", "response_format")
+            instead = "; use structured_outputs" if name.startswith("guided_") else ""
+            raise RequestError(f"{name} is not implemented here{instead}", name)

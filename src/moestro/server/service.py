@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.requests import Request as HttpRequest
 
@@ -16,10 +17,17 @@ from moestro.engine.request import Completion, Delta, GenerationResult, Request,
 from moestro.errors import EngineDeadError, MoestroError, RequestError
 from moestro.server.client import EngineClient, Stream
 from moestro.server.config import ServerConfig
+from moestro.server.facts import Facts, facts_of
 from moestro.server.failures import ApiError
+from moestro.server.keys import ApiKeys
 from moestro.server.metrics import Metrics, RequestMetrics
-from moestro.text.chat_template import ChatTemplate, check_kwargs, missing_template
+from moestro.server.tracing import Tracer
+from moestro.text.chat_template import check_kwargs, missing_template
+from moestro.text.render import TemplateRenderer
 from moestro.text.tokenizer import Tokenizer
+from moestro.text.tool_calls import OPEN, with_tools
+
+T = TypeVar("T")
 
 # Texts beyond this are tokenised off the event loop, which would otherwise stand still for milliseconds.
 _LONG_TEXT = 4096
@@ -38,12 +46,27 @@ class Service:
         self.name = engine_config.served_model_name or _public_name(engine_config.model)
         text_folder = engine_config.tokenizer or self.info.folder
         self.tokenizer = Tokenizer.load(text_folder)
-        self.template = ChatTemplate.load(text_folder)
+        self.renderer = TemplateRenderer(text_folder)
+        self.keys = ApiKeys.load(config.api_key, config.api_key_file)
+        self.tracer = Tracer.connect(config.otlp_traces_endpoint, self.name)
         self.metrics = Metrics(self.name)
         self.created = int(time.time())
         self.draining = False
         self.num_active = 0  # HTTP requests being answered
+        self.renderer.start()
         self._max_open = engine_config.max_num_seqs + engine_config.max_queue
+
+    def close(self) -> None:
+        """End what runs beside the server. The engine's client is the caller's."""
+        self.renderer.close()
+        if self.tracer is not None:
+            self.tracer.close()
+
+    @cached_property
+    def tool_tags_are_special(self) -> bool:
+        """Whether skipping special tokens would skip the marks of tool calls."""
+        ids = self.tokenizer.encode(OPEN, add_special_tokens=False) if self.tokenizer else []
+        return len(ids) == 1 and self.tokenizer is not None and ids[0] in self.tokenizer.special_ids
 
     def check_model(self, name: str | None) -> None:
         """Raises ApiError 404 unless the name is this model's; without a name there is no doubt which is meant."""
@@ -67,13 +90,22 @@ class Service:
             raise RequestError(str(error), field) from None
 
     async def encode_chat(
-        self, messages: list[dict[str, Any]], add_generation_prompt: bool, kwargs: dict[str, Any]
+        self,
+        messages: list[dict[str, Any]],
+        add_generation_prompt: bool,
+        kwargs: dict[str, Any],
+        tools: list[dict[str, Any]] | None = None,
     ) -> list[int]:
         """Token ids of a conversation in the model's template. Raises RequestError."""
-        if self.template is None:
+        template = self.renderer.template
+        if template is None:
             raise missing_template()
         check_kwargs(kwargs)
-        text = self.template.render(messages, add_generation_prompt, **kwargs)
+        if tools and template.knows_tools:
+            kwargs = {**kwargs, "tools": tools}
+        elif tools:
+            messages = with_tools(messages, tools)
+        text = await self.renderer.render(messages, add_generation_prompt, kwargs)
         return await self.encode(text, "messages", add_special_tokens=False)
 
     def check_ids(self, ids: list[int], field: str) -> None:
@@ -106,10 +138,11 @@ class Service:
         if params.stop and self.tokenizer is None:
             raise RequestError("stop needs a tokenizer, which this model has not; use stop_token_ids", "stop")
 
-    async def submit(self, http: HttpRequest, requests: list[Request]) -> Generation:
+    async def submit(self, http: HttpRequest, requests: list[Request], form_field: str) -> Generation:
         """Hand all requests of one HTTP request to the engine.
 
-        Raises ApiError 429 when too many are waiting, RequestError or EngineDeadError from the engine.
+        form_field: what the client calls structured outputs, for the engine's complaints about them. Raises ApiError
+        429 when too many are waiting and 504 after the time limit, RequestError or EngineDeadError from the engine.
         """
         wanted = sum(request.params.n for request in requests)
         if self.client.num_open + wanted > self._max_open:
@@ -120,10 +153,13 @@ class Service:
             raise ApiError(
                 429, "too many requests are waiting; try again in a moment", code="queue_full", retry_after_s=1
             )
-        generation = Generation(self.metrics, http)
+        generation = Generation(self.metrics, http, self.config.request_timeout_s)
         try:
             for request in requests:
-                generation.add(request, await self.client.submit(request))
+                generation.add(request, await generation.in_time(self.client.submit(request)))
+        except RequestError as error:
+            generation.close()
+            raise RequestError(str(error), form_field if error.field == "structured_outputs" else error.field) from None
         except BaseException:
             generation.close()
             raise
@@ -133,8 +169,11 @@ class Service:
 class Generation:
     """The engine requests behind one HTTP request. They are aborted as soon as the client goes away, or by close()."""
 
-    def __init__(self, metrics: Metrics, http: HttpRequest) -> None:
+    def __init__(self, metrics: Metrics, http: HttpRequest, timeout_s: float) -> None:
         self._metrics = metrics
+        self._facts = facts_of(http.scope)
+        self._timeout_s = timeout_s
+        self._deadline_s = time.monotonic() + timeout_s
         self._members: list[tuple[Request, Stream, RequestMetrics]] = []
         self._watch = asyncio.create_task(self._abort_on_disconnect(http))
         self.disconnected = False
@@ -150,9 +189,31 @@ class Generation:
         for request, stream, clock in self._members:
             stream.abort()
             clock.end(request.params.n)
+        if self._facts is not None and self._members:
+            self._note(self._facts)
+
+    def _note(self, facts: Facts) -> None:
+        clocks = [clock for _, _, clock in self._members]
+        facts.answer_id = self._members[0][0].request_id
+        facts.prompt_tokens = sum(len(request.prompt_token_ids) for request, _, _ in self._members)
+        facts.completion_tokens = sum(clock.num_generated for clock in clocks)
+        facts.ttft_s = min((c.first_token_s - facts.started_s for c in clocks if c.first_token_s), default=None)
+        facts.finish = [clock.reason for clock in clocks if clock.reason is not None]
+
+    async def in_time(self, work: Awaitable[T]) -> T:
+        """Wait for work, up to the request's time limit. Raises ApiError 504 beyond it."""
+        try:
+            return await asyncio.wait_for(work, max(0.0, self._deadline_s - time.monotonic()))
+        except TimeoutError:
+            raise self._too_late() from None
+
+    def _too_late(self) -> ApiError:
+        return ApiError(504, f"the request was not finished after {self._timeout_s:g} s", code="timeout")
 
     async def deltas(self) -> AsyncGenerator[tuple[int, Delta], None]:
-        """(request's place, delta) in order of arrival. Raises MoestroError when the engine fails."""
+        """(request's place, delta) in order of arrival. Raises MoestroError when the engine fails, ApiError after the
+        time limit.
+        """
         queue: asyncio.Queue[tuple[int, Delta] | MoestroError | None] = asyncio.Queue()
 
         async def pump(place: int, request: Request, stream: Stream, clock: RequestMetrics) -> None:
@@ -170,7 +231,13 @@ class Generation:
         try:
             running = len(pumps)
             while running:
-                item = await queue.get()
+                try:
+                    async with asyncio.timeout_at(
+                        asyncio.get_running_loop().time() + self._deadline_s - time.monotonic()
+                    ):
+                        item = await queue.get()
+                except TimeoutError:
+                    raise self._too_late() from None
                 if item is None:
                     running -= 1
                 elif isinstance(item, MoestroError):

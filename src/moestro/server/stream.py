@@ -11,7 +11,7 @@ from starlette.responses import StreamingResponse
 
 from moestro.engine.request import Delta
 from moestro.errors import MoestroError
-from moestro.server.failures import error_body
+from moestro.server.failures import ApiError, error_body
 from moestro.server.service import Generation, failure_of
 
 Chunk = dict[str, Any]
@@ -40,8 +40,8 @@ def sse_response(
                         yield event(chunk)
             for chunk in last():
                 yield event(chunk)
-        except MoestroError as error:
-            yield event(error_body(failure_of(error)))
+        except (ApiError, MoestroError) as error:
+            yield event(error_body(error if isinstance(error, ApiError) else failure_of(error)))
         finally:
             generation.close()
         yield _DONE

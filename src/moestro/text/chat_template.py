@@ -37,6 +37,11 @@ class ChatTemplate:
                 f"{name} is not a valid Jinja template: {error.message} (line {error.lineno})"
             ) from None
 
+    @property
+    def knows_tools(self) -> bool:
+        """Whether the template tells the model about tools."""
+        return "tools" in self.source
+
     @cached_property
     def _template(self) -> jinja2.Template:
         return _environment().from_string(self.source)

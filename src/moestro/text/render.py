@@ -65,16 +65,19 @@ class TemplateRenderer:
                     break
                 self._end()
                 if attempt == 1:
-                    raise RequestError(
-                        f"the model's chat template takes more than {self._time_limit_s:g} s of CPU time or {MEMORY_BYTES >> 30} GiB "
-                        "on these messages",
-                        "messages",
-                    )
+                    raise self._too_much()
         assert answer is not None
         text, refusal, field = answer
         if refusal is not None:
             raise RequestError(refusal, field)
         return text
+
+    def _too_much(self) -> RequestError:
+        return RequestError(
+            f"the model's chat template takes more than {self._time_limit_s:g} s of CPU time or {MEMORY_BYTES >> 30} "
+            "GiB on these messages",
+            "messages",
+        )
 
     def _ask(self, job: tuple[Any, ...]) -> tuple[str, str | None, str | None] | None:
         """The process's answer; None when it ended instead."""

@@ -1,5 +1,5 @@
-"""Tool calls in a model's text: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, the form that Hermes and Qwen
-models were trained on, and that models are held to when a call is required."""
+"""Tool calls in a model's text: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, the form that Hermes and
+Qwen models were trained on, and that models are held to when a call is required."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class ToolCallParser:
         self._held = ""
         self._in_call = False
         self._arguments: _ObjectEnd | None = None
-        self._had_call = False
+        self._after_call = False
         self.num_calls = 0
 
     def push(self, text: str) -> list[ToolPiece]:
@@ -136,15 +136,16 @@ class ToolCallParser:
         ]
 
     def _start(self, name: str) -> ToolPiece:
-        self._had_call = True
+        self._after_call = True
         self.num_calls += 1
         return ToolPiece("start", name, self.num_calls - 1)
 
     def _content(self, text: str) -> list[ToolPiece]:
-        """Line breaks between calls are their separators."""
-        if not text or (self._had_call and not text.strip()):
-            return []
-        return [ToolPiece("content", text)]
+        """White space after a call is what separates it from the next, not content."""
+        if self._after_call:
+            text = text.lstrip()
+            self._after_call = not text
+        return [ToolPiece("content", text)] if text else []
 
 
 class _ObjectEnd:
