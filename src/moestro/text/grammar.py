@@ -7,14 +7,16 @@ import importlib
 import importlib.util
 import json as jsonlib
 from collections import OrderedDict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from moestro.errors import RequestError
 from moestro.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:  # requests carry StructuredOutputs, and the scheduler knows requests: it stays free of numpy
+    import numpy as np
+    from numpy.typing import NDArray
 
 MAX_GRAMMAR_CHARS = 500_000
 MAX_CHOICES = 10_000
@@ -120,6 +122,8 @@ class Grammar:
 
     def allowed(self, vocab_size: int) -> NDArray[np.bool_]:
         """bool [vocab_size]: the tokens that may come next, end tokens where the text is complete."""
+        import numpy as np
+
         bits = np.unpackbits(np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8), bitorder="little")
         allowed = np.zeros(vocab_size, dtype=np.bool_)
         allowed[: bits.size] = bits[:vocab_size]
