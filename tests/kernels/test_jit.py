@@ -1,4 +1,4 @@
-"""What all Numba kernels share: threads, the kept code, scalar functions."""
+"""What all Numba kernels share: the kept code and scalar functions."""
 
 from __future__ import annotations
 
@@ -9,11 +9,7 @@ from pathlib import Path
 
 import numba
 import numpy as np
-import pytest
-import torch
 
-from moestro.kernels import threads
-from moestro.kernels.jit import NUM_THREADS
 from moestro.kernels.scalar import exp, sigmoid
 
 
@@ -48,43 +44,22 @@ def test_sigmoid() -> None:
     np.testing.assert_allclose(_map_sigmoid(x), 1 / (1 + np.exp(-x.astype(np.float64))), rtol=3e-7, atol=1e-37)
 
 
-def test_setup_limits_threads() -> None:
-    before = torch.get_num_threads()
-    try:
-        assert threads.setup(1) == 1
-        assert (torch.get_num_threads(), numba.get_num_threads()) == (1, 1)
-        assert threads.setup(10_000) == NUM_THREADS
-    finally:
-        threads.setup(None)
-        torch.set_num_threads(before)
-
-
 _CHILD = """
-import os, torch
+import torch
 from moestro.kernels.ops.linear import numba as linear
 from moestro.quant.formats import Weight
-tasks = lambda: len(os.listdir("/proc/self/task"))
-x = torch.randn(600, 600)
-x @ x
-before = tasks()
-linear.linear(x, Weight(x.bfloat16()), None)
-linear.linear(x, Weight(x.bfloat16()), None)
-hits = sum(linear._linear.stats.cache_hits.values())
-print(tasks() - before, hits)
+linear.linear(torch.randn(3, 64), Weight(torch.randn(8, 64).bfloat16()), None)
+print(sum(linear._linear.stats.cache_hits.values()), sum(linear._linear.stats.cache_misses.values()))
 """
 
 
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads in /proc")
-def test_second_process_compiles_nothing_and_shares_torchs_threads(tmp_path: Path) -> None:
+def test_second_process_compiles_nothing(tmp_path: Path) -> None:
     environment = {**os.environ, "MOESTRO_CACHE": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
     outputs = [
-        subprocess.run(
-            [sys.executable, "-c", _CHILD], env=environment, capture_output=True, text=True, check=True
-        ).stdout
+        subprocess.run([sys.executable, "-W", "error", "-c", _CHILD], env=environment, capture_output=True, text=True)
         for _ in range(2)
     ]
-    assert outputs[0].split() == ["0", "0"]
-    assert outputs[1].split() == ["0", "1"]
+    assert [out.stdout.split() for out in outputs] == [["0", "1"], ["1", "0"]], outputs[0].stderr
 
 
 def test_unwritable_cache_still_runs(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ def test_cpu_takes_numba_and_says_why() -> None:
     (line,) = kernels.report()
     assert line["op"] == "linear"
     assert line["chosen"] == "numba"
-    assert "threads" in line["reason"]
+    assert "compiled for this CPU" in line["reason"]
     assert line["facts"] == {"device": "cpu", "format": "bfloat16", "dtype": "float32"}
     assert line["rejected"] == []
 

@@ -1,4 +1,4 @@
-"""What all Numba kernels share: the compile cache, the thread pool, number-format tags, checks of arguments.
+"""What all Numba kernels share: the compile cache, number-format tags, checks of arguments.
 
 Kernels take addresses (`tensor.data_ptr()`) and sizes as ints: a NumPy view costs 0.8 us a tensor, an address 0.1 us
 (2-core Zen 4), and a decode step passes about a thousand. Shapes, dtypes and layout are checked before, in Python.
@@ -16,13 +16,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch  # before Numba, whose OpenMP layer then runs on torch's libgomp: one set of threads for both
-from llvmlite import binding
-
-# isort: split
 import numba
 import numba.extending
 import numpy as np
+import torch
+from llvmlite import binding
 
 from moestro import settings
 from moestro.errors import KernelError
@@ -42,9 +40,6 @@ FORMATS = ("float32", "bfloat16", "float16")
 _FEATURES: dict[str, bool] = {} if numba.config.CPU_NAME else dict(binding.get_host_cpu_features())
 VECTOR_WIDTH = 16 if _FEATURES.get("avx512f") else 4 if _FEATURES.get("neon") else 8
 WIDE_REGISTERS = bool(_FEATURES.get("avx512f") or _FEATURES.get("neon"))
-
-# Workers of a parallel region. Kernels hand out work in small chunks, so fewer threads than workers do no harm.
-NUM_THREADS = settings.num_threads()
 
 # Sums may be reordered and fused; infinities and NaN keep their meaning.
 _FAST_MATH = {"reassoc", "contract", "nsz", "arcp"}
@@ -78,20 +73,12 @@ def _keep_compiled() -> bool:
     return True
 
 
-numba.config.THREADING_LAYER = "omp"
-numba.config.NUMBA_NUM_THREADS = NUM_THREADS
 _KEEP = _keep_compiled()
 
 
 def kernel(function: F) -> F:
-    """Compile a function that Python calls, on one thread."""
+    """Compile a function that Python calls."""
     compiled: F = numba.njit(cache=_KEEP, nogil=True, fastmath=_FAST_MATH, error_model="numpy")(function)
-    return compiled
-
-
-def parallel_kernel(function: F) -> F:
-    """Compile a function that Python calls; its `prange` loops run in parallel."""
-    compiled: F = numba.njit(cache=_KEEP, nogil=True, parallel=True, fastmath=_FAST_MATH, error_model="numpy")(function)
     return compiled
 
 
@@ -125,7 +112,7 @@ def supports_formats(facts: Facts, formats: tuple[str, ...] = FORMATS) -> tuple[
         return False, f"takes float32 activations, not {str(facts.dtype).removeprefix('torch.')}"
     if facts.format not in formats:
         return False, f"has no code for the format {facts.format!r}"
-    return True, f"compiled for this CPU, {NUM_THREADS} threads"
+    return True, f"compiled for this CPU, {VECTOR_WIDTH} numbers a register"
 
 
 def float32_input(op: str, name: str, tensor: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from llvmlite import ir
-from numba.core import types
+from numba.core import cgutils, types
 
 from moestro.kernels.jit import intrinsic
 
@@ -104,6 +104,15 @@ def load_int64(typingctx: Any, address: Any, index: Any) -> Any:
 
 
 @intrinsic
+def store_int64(typingctx: Any, address: Any, index: Any, value: Any) -> Any:
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        builder.store(args[2], builder.gep(builder.inttoptr(args[0], I64.as_pointer()), [args[1]]))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), codegen
+
+
+@intrinsic
 def float_from_bits(typingctx: Any, bits: Any) -> Any:
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.bitcast(args[0], F32)
@@ -122,8 +131,30 @@ def item_size(typingctx: Any, tag: Any) -> Any:
 
 
 @intrinsic
+def new_counter(typingctx: Any) -> Any:
+    """Address of an int64 with value 0 that lives until the calling kernel returns."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        cell = cgutils.alloca_once(builder, I64)
+        builder.store(I64(0), cell)
+        return builder.ptrtoint(cell, I64)
+
+    return types.int64(), codegen
+
+
+@intrinsic
+def keep_alive(typingctx: Any, array: Any) -> Any:
+    """Nothing, but a use of the array: Numba frees an array after its last use, and its address is not one."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return context.get_dummy_value()
+
+    return types.void(array), codegen
+
+
+@intrinsic
 def address_of(typingctx: Any, array: Any) -> Any:
-    """Address of an array's first element. Numba does not keep kernels that use `array.ctypes.data`."""
+    """Address of an array's first element; see keep_alive. (With `array.ctypes.data` Numba would not cache a kernel.)"""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         data = context.make_array(signature.args[0])(context, builder, args[0]).data

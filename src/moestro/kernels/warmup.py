@@ -22,8 +22,8 @@ _FORMATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": tor
 def warm_up(kernels: KernelSelector, weight_formats: Iterable[str], kv_format: str) -> float:
     """Call every op once on tiny inputs, for these weight formats and dtype of the pages; returns the seconds it took.
 
-    Compiled kernels are kept between processes (settings.cache_dir() / "numba"): 20-40 s at the first start on a machine,
-    under 1 s at the next.
+    Compiled kernels are kept between processes in settings.cache_dir() / "numba": the first start on a machine takes
+    20-40 s, the next under 1 s.
     """
     began = time.perf_counter()
     x_TD = torch.zeros(1, 8)

@@ -13,21 +13,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import prange
 
 from moestro.errors import KernelError
 from moestro.kernels.facts import Facts
-from moestro.kernels.jit import (
-    NUM_THREADS,
-    TAGS,
-    device,
-    float32_address,
-    float32_input,
-    parallel_kernel,
-    supports_formats,
-)
-from moestro.kernels.memory import address_of, fetch_add, item_size, load, load_int32, store
+from moestro.kernels.jit import TAGS, device, float32_address, float32_input, kernel, supports_formats
+from moestro.kernels.memory import address_of, fetch_add, item_size, keep_alive, load, load_int32, new_counter, store
 from moestro.kernels.ops.attention import PagedBatch, check
+from moestro.kernels.pool import POOL, run, worker
 from moestro.kernels.scalar import exp
 from moestro.kernels.tile import TILE_M, TILE_R, dot_rows, mix_rows
 
@@ -62,6 +54,7 @@ def paged_attention(
     tables = batch.page_tables_SP
     sinks, _keep = float32_address(sinks_H)
     problem = _attend(
+        POOL.address,
         TAGS[k_pages.dtype],
         (q_THd.data_ptr(), out_THd.data_ptr(), sinks),
         (k_pages.data_ptr(), *k_strides[:3]),
@@ -70,7 +63,6 @@ def paged_attention(
         (batch.num_seqs, T, H, Hk, d, dv, P, page_size, tables.shape[1]),
         float(scale),
         0 if window is None else window,
-        NUM_THREADS,
     )
     if problem:
         raise KernelError(f"paged_attention: {_PROBLEMS[problem]} (q_starts, context_lens or page_tables of the batch)")
@@ -84,9 +76,9 @@ _PROBLEMS = {
 }
 
 
-@parallel_kernel
+@kernel
 def _attend(
-    tag: Any, rows: Any, keys: Any, values: Any, seqs: Any, sizes: Any, scale: float, window: int, num_threads: int
+    pool: int, tag: Any, rows: Any, keys: Any, values: Any, seqs: Any, sizes: Any, scale: float, window: int
 ) -> int:
     problem = _check_batch(seqs, sizes)
     if problem:
@@ -107,30 +99,9 @@ def _attend(
         items[s + 1] = items[s] + blocks * stretches[s]
         partials[s + 1] = partials[s] + (blocks * stretches[s] if stretches[s] > 1 else 0)
     partial = np.empty((partials[S], ROWS, dv + 2), np.float32)
-    counter = np.zeros(1, np.int64)
-    shared = address_of(counter)
-    workers = min(num_threads, items[S])
-    if workers == 1:
-        _work(
-            tag, rows, keys, values, seqs, sizes, np.float32(scale), window, items, stretches, partials, partial, shared
-        )
-    else:
-        for _ in prange(workers):
-            _work(
-                tag,
-                rows,
-                keys,
-                values,
-                seqs,
-                sizes,
-                np.float32(scale),
-                window,
-                items,
-                stretches,
-                partials,
-                partial,
-                shared,
-            )
+    plan = (items, stretches, partials, partial, new_counter())
+    run(pool if items[S] > 1 else 0, _work((tag, rows, keys, values, seqs, sizes, np.float32(scale), window, plan)))
+    keep_alive(items)
     for s in range(S):
         if stretches[s] > 1:
             _join(rows, seqs, sizes, s, stretches[s], partial[partials[s] : partials[s + 1]])
@@ -163,23 +134,11 @@ def _check_batch(seqs: Any, sizes: Any) -> int:
     return 0
 
 
-@device
-def _work(
-    tag: Any,
-    rows: Any,
-    keys: Any,
-    values: Any,
-    seqs: Any,
-    sizes: Any,
-    scale: np.float32,
-    window: int,
-    items: Any,
-    stretches: Any,
-    partials: Any,
-    partial: Any,
-    shared: int,
-) -> None:
+@worker
+def _work(arguments: Any) -> None:
     """Take items until none is left."""
+    tag, rows, keys, values, seqs, sizes, scale, window, plan = arguments
+    items, stretches, partials, partial, shared = plan
     S, _, H, Hk, d, dv, _, _, _ = sizes
     group = H // Hk
     q = np.empty((ROWS, d), np.float32)

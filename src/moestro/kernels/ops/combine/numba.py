@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
-from numba import prange
 
 from moestro.errors import KernelError
 from moestro.kernels.facts import Facts
-from moestro.kernels.jit import NUM_THREADS, device, float32_input, parallel_kernel, supports_formats
-from moestro.kernels.memory import load, load_int32, store
+from moestro.kernels.jit import float32_input, kernel, supports_formats
+from moestro.kernels.memory import address_of, fetch_add, keep_alive, load, load_int32, load_int64, new_counter, store
 from moestro.kernels.ops.combine import check
+from moestro.kernels.pool import POOL, run, worker
 
 # Below this many values to add, waking the threads costs more than they save.
 SERIAL_VALUES = 64 * 1024
@@ -27,9 +29,9 @@ def combine(y_RD: torch.Tensor, order_R: torch.Tensor, weights_TK: torch.Tensor,
     R, D = y_RD.shape
     K = weights_TK.shape[1]
     out_TD = torch.empty(num_tokens, D)
-    parts = min(num_tokens, NUM_THREADS) if R * D > SERIAL_VALUES else 1
+    pool = POOL.address if R * D > SERIAL_VALUES else 0
     ok = _combine(
-        y_RD.data_ptr(), order_R.data_ptr(), weights_TK.data_ptr(), out_TD.data_ptr(), R, D, num_tokens, K, parts
+        pool, y_RD.data_ptr(), order_R.data_ptr(), weights_TK.data_ptr(), out_TD.data_ptr(), R, D, num_tokens, K
     )
     if not ok:
         raise KernelError(
@@ -38,31 +40,32 @@ def combine(y_RD: torch.Tensor, order_R: torch.Tensor, weights_TK: torch.Tensor,
     return out_TD
 
 
-@parallel_kernel
-def _combine(y: int, order: int, weights: int, out: int, R: int, D: int, T: int, K: int, parts: int) -> bool:
+@kernel
+def _combine(pool: int, y: int, order: int, weights: int, out: int, R: int, D: int, T: int, K: int) -> bool:
     rows = np.full(T * K, -1, np.int64)
     for r in range(R):
         pair = load_int32(order, r)
         if pair < 0 or pair >= T * K:
             return False
         rows[pair] = r
-    if parts == 1:
-        _sum_tokens(y, rows, weights, out, D, K, 0, T)
-    else:
-        for part in prange(parts):
-            _sum_tokens(y, rows, weights, out, D, K, T * part // parts, T * (part + 1) // parts)
+    run(pool, _sum_tokens((y, address_of(rows), weights, out, D, K, T, new_counter())))
+    keep_alive(rows)
     return True
 
 
-@device
-def _sum_tokens(y: int, rows: np.ndarray, weights: int, out: int, D: int, K: int, first: int, last: int) -> None:
+@worker
+def _sum_tokens(arguments: Any) -> None:
+    y, rows, weights, out, D, K, T, shared = arguments
     f32 = np.float32(0)
-    for t in range(first, last):
+    while True:
+        t = fetch_add(shared, 1)
+        if t >= T:
+            break
         to = out + t * D * 4
         for d in range(D):
             store(f32, to, d, f32)
         for k in range(K):
-            r = rows[t * K + k]
+            r = load_int64(rows, t * K + k)
             if r >= 0:
                 weight, source = load(f32, weights, t * K + k), y + r * D * 4
                 for d in range(D):

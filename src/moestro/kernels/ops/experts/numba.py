@@ -1,4 +1,4 @@
-"""experts_mlp for the CPU: one parallel region for gate, up and activation of all experts, one for down.
+"""experts_mlp for the CPU: one job for gate, up and activation of all experts, one for down.
 
 A thread takes a chunk of one expert's weight rows at a time and passes all rows of that expert over it. So a single
 expert, or eight with a row each, occupy all threads, and a thread that was held up does less.
@@ -12,20 +12,22 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import prange
 
 from moestro.kernels.facts import Facts
-from moestro.kernels.jit import (
-    NUM_THREADS,
-    TAGS,
-    device,
-    float32_address,
-    float32_input,
-    parallel_kernel,
-    supports_formats,
+from moestro.kernels.jit import TAGS, device, float32_address, float32_input, kernel, supports_formats
+from moestro.kernels.memory import (
+    address_of,
+    fetch_add,
+    item_size,
+    keep_alive,
+    load,
+    load_int32,
+    load_int64,
+    new_counter,
+    store,
 )
-from moestro.kernels.memory import address_of, fetch_add, item_size, load, load_int32, store
 from moestro.kernels.ops.experts import ExpertWeights, bad_offsets, check
+from moestro.kernels.pool import POOL, num_workers, run, worker
 from moestro.kernels.scalar import sigmoid
 from moestro.kernels.tile import TILE_M, TILE_R, dot_rows
 from moestro.quant.formats import Weight
@@ -83,6 +85,7 @@ def run_experts(
     h_RF = torch.empty(R, F)
     y_RD = torch.empty(R, D)
     rows = _experts(
+        POOL.address,
         TAGS[w1.dtype],
         TAGS[w2.dtype],
         x_RD.data_ptr(),
@@ -99,13 +102,13 @@ def run_experts(
         F,
         activation == "swiglu_clamped",
         0.0 if limit is None else float(limit),
-        NUM_THREADS,
     )
     return y_RD, rows
 
 
-@parallel_kernel
+@kernel
 def _experts(
+    pool: int,
     tag1: Any,
     tag2: Any,
     x: int,
@@ -122,7 +125,6 @@ def _experts(
     F: int,
     clamped: bool,
     limit: float,
-    num_threads: int,
 ) -> int:
     starts = np.empty(E + 1, np.int64)
     starts[0], starts[E] = 0, R
@@ -133,65 +135,36 @@ def _experts(
                 return -1
         if starts[0] != 0 or starts[E] != R:
             return -1
-    gate_groups, down_groups = (F + TILE_R - 1) // TILE_R, (D + TILE_R - 1) // TILE_R
-    gate_chunk = _groups_in_chunk(2 * TILE_R * D * item_size(tag1), gate_groups, num_threads)
-    down_chunk = _groups_in_chunk(TILE_R * F * item_size(tag2), down_groups, num_threads)
-    # Touched experts, and before each how many chunks there are.
     touched = np.empty(min(E, R) + 1, np.int64)
     count = 0
     for e in range(E):
         if starts[e + 1] > starts[e]:
             touched[count] = e
             count += 1
-    counters = np.zeros(2, np.int64)
-    gates, downs = address_of(counters), address_of(counters) + 8
-    for _ in prange(num_threads):
-        _gate_up_work(
-            tag1,
-            x,
-            w1,
-            bias1,
-            h,
-            D,
-            F,
-            clamped,
-            np.float32(limit),
-            starts,
-            touched,
-            count,
-            gates,
-            gate_groups,
-            gate_chunk,
-        )
-    for _ in prange(num_threads):
-        _down_work(tag2, h, w2, bias2, y, D, F, starts, touched, count, downs, down_groups, down_chunk)
+    experts = (address_of(starts), address_of(touched), count)
+    workers = num_workers(pool)
+    groups = (F + TILE_R - 1) // TILE_R
+    chunk = _groups_in_chunk(2 * TILE_R * D * item_size(tag1), groups, workers)
+    share = (new_counter(), groups, chunk)
+    run(pool, _gate_up_work((tag1, x, w1, bias1, h, D, F, clamped, np.float32(limit), experts, share)))
+    groups = (D + TILE_R - 1) // TILE_R
+    chunk = _groups_in_chunk(TILE_R * F * item_size(tag2), groups, workers)
+    share = (new_counter(), groups, chunk)
+    run(pool, _down_work((tag2, h, w2, bias2, y, D, F, experts, share)))
+    keep_alive(starts)
+    keep_alive(touched)
     return R
 
 
 @device
-def _groups_in_chunk(group_bytes: int, groups: int, num_threads: int) -> int:
-    return min(max(1, CHUNK_BYTES // group_bytes), (groups + num_threads - 1) // num_threads)
+def _groups_in_chunk(group_bytes: int, groups: int, workers: int) -> int:
+    return min(max(1, CHUNK_BYTES // group_bytes), (groups + workers - 1) // workers)
 
 
-@device
-def _gate_up_work(
-    tag: Any,
-    x: int,
-    w: int,
-    bias: int,
-    h: int,
-    D: int,
-    F: int,
-    clamped: bool,
-    limit: np.float32,
-    starts: Any,
-    touched: Any,
-    count: int,
-    shared: int,
-    groups: int,
-    chunk: int,
-) -> None:
+@worker
+def _gate_up_work(arguments: Any) -> None:
     """h = act(gate, up) for chunks of F; gate and up of one chunk lie side by side in a scratch of this thread."""
+    tag, x, w, bias, h, D, F, clamped, limit, (starts, touched, count), (shared, groups, chunk) = arguments
     row_bytes = D * item_size(tag)
     stride = chunk * TILE_R
     scratch = np.empty(2 * TILE_M * stride, np.float32)
@@ -201,12 +174,13 @@ def _gate_up_work(
         item = fetch_add(shared, 1)
         if item >= count * chunks:
             break
-        e = touched[item // chunks]
+        e = load_int64(touched, item // chunks)
+        begin, end = load_int64(starts, e), load_int64(starts, e + 1)
         first = (item % chunks) * chunk
         last = min(first + chunk, groups)
         f0, f1 = first * TILE_R, min(last * TILE_R, F)
-        for r in range(starts[e], starts[e + 1], TILE_M):
-            rows = min(TILE_M, starts[e + 1] - r)
+        for r in range(begin, end, TILE_M):
+            rows = min(TILE_M, end - r)
             for group in range(first, last):
                 f = group * TILE_R
                 size = min(TILE_R, F - f)
@@ -243,34 +217,22 @@ def _activate(scratch: Any, gate: int, up: int, h: int, count: int, clamped: boo
             store(np.float32(0), h, i, g * sigmoid(g) * scratch[up + i])
 
 
-@device
-def _down_work(
-    tag: Any,
-    h: int,
-    w: int,
-    bias: int,
-    y: int,
-    D: int,
-    F: int,
-    starts: Any,
-    touched: Any,
-    count: int,
-    shared: int,
-    groups: int,
-    chunk: int,
-) -> None:
+@worker
+def _down_work(arguments: Any) -> None:
+    tag, h, w, bias, y, D, F, (starts, touched, count), (shared, groups, chunk) = arguments
     row_bytes = F * item_size(tag)
     chunks = (groups + chunk - 1) // chunk
     while True:
         item = fetch_add(shared, 1)
         if item >= count * chunks:
             break
-        e = touched[item // chunks]
+        e = load_int64(touched, item // chunks)
+        begin, end = load_int64(starts, e), load_int64(starts, e + 1)
         first = (item % chunks) * chunk
         last = min(first + chunk, groups)
         d0, d1 = first * TILE_R, min(last * TILE_R, D)
-        for r in range(starts[e], starts[e + 1], TILE_M):
-            rows = min(TILE_M, starts[e + 1] - r)
+        for r in range(begin, end, TILE_M):
+            rows = min(TILE_M, end - r)
             for group in range(first, last):
                 d = group * TILE_R
                 w_rows, y_rows = w + (e * D + d) * row_bytes, y + (r * D + d) * 4

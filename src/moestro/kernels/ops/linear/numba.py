@@ -10,24 +10,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-from numba import prange
-
-# isort: split
 import numpy as np
+import torch
 
 from moestro.kernels.facts import Facts
-from moestro.kernels.jit import (
-    NUM_THREADS,
-    TAGS,
-    device,
-    float32_address,
-    float32_input,
-    parallel_kernel,
-    supports_formats,
-)
-from moestro.kernels.memory import address_of, fetch_add, item_size, load, store
+from moestro.kernels.jit import TAGS, float32_address, float32_input, kernel, supports_formats
+from moestro.kernels.memory import fetch_add, item_size, load, new_counter, store
 from moestro.kernels.ops.linear import check
+from moestro.kernels.pool import POOL, num_workers, run, worker
 from moestro.kernels.tile import TILE_M, TILE_R, dot_rows
 from moestro.quant.formats import Weight
 
@@ -48,25 +38,23 @@ def linear(x_TK: torch.Tensor, weight: Weight, bias_N: torch.Tensor | None) -> t
     y_TN = torch.empty(T, N)
     bias, _keep = float32_address(bias_N)
     if T:
-        _linear(TAGS[data.dtype], x_TK.data_ptr(), data.data_ptr(), bias, y_TN.data_ptr(), T, N, K, NUM_THREADS)
+        _linear(POOL.address, TAGS[data.dtype], x_TK.data_ptr(), data.data_ptr(), bias, y_TN.data_ptr(), T, N, K)
     return y_TN
 
 
-@parallel_kernel
-def _linear(tag: Any, x: int, w: int, bias: int, y: int, T: int, N: int, K: int, num_threads: int) -> None:
-    counter = np.zeros(1, np.int64)
-    shared = address_of(counter)
+@kernel
+def _linear(pool: int, tag: Any, x: int, w: int, bias: int, y: int, T: int, N: int, K: int) -> None:
+    shared = new_counter()
     groups = (N + TILE_R - 1) // TILE_R
-    chunk = min(max(1, CHUNK_BYTES // (TILE_R * K * item_size(tag))), (groups + num_threads - 1) // num_threads)
-    for _ in prange(num_threads):
-        _work(tag, x, w, bias, y, T, N, K, shared, groups, chunk)
+    workers = num_workers(pool)
+    chunk = min(max(1, CHUNK_BYTES // (TILE_R * K * item_size(tag))), (groups + workers - 1) // workers)
+    run(pool, _work((tag, x, w, bias, y, T, N, K, shared, groups, chunk)))
 
 
-@device
-def _work(
-    tag: Any, x: int, w: int, bias: int, y: int, T: int, N: int, K: int, shared: int, groups: int, chunk: int
-) -> None:
+@worker
+def _work(arguments: Any) -> None:
     """Take chunks of weight rows until none is left, so that a thread that was held up does less."""
+    tag, x, w, bias, y, T, N, K, shared, groups, chunk = arguments
     row_bytes = K * item_size(tag)
     while True:
         first = fetch_add(shared, chunk)

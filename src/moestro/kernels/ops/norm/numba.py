@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
-from numba import prange
 
 from moestro.errors import KernelError
 from moestro.kernels.checks import require_shape
 from moestro.kernels.facts import Facts
-from moestro.kernels.jit import NUM_THREADS, device, float32_address, float32_input, parallel_kernel, supports_formats
-from moestro.kernels.memory import load, store
+from moestro.kernels.jit import device, float32_address, float32_input, kernel, supports_formats
+from moestro.kernels.memory import fetch_add, load, new_counter, store
 from moestro.kernels.ops.norm import check
+from moestro.kernels.pool import POOL, run, worker
 
 # Below this many values waking the threads costs more than they save.
 SERIAL_VALUES = 32 * 1024
@@ -42,38 +44,34 @@ def _norm(x_TD: torch.Tensor, added: int, scale: float, weight_D: torch.Tensor, 
     T, D = x_TD.shape
     y_TD = torch.empty(T, D)
     weight, _keep = float32_address(weight_D)
-    parts = min(T, NUM_THREADS) if T * D > SERIAL_VALUES else 1
-    _norm_rows(x_TD.data_ptr(), added, float(scale), weight, y_TD.data_ptr(), T, D, float(eps), parts)
+    pool = POOL.address if T * D > SERIAL_VALUES else 0
+    _norm_rows(pool, x_TD.data_ptr(), added, float(scale), weight, y_TD.data_ptr(), T, D, float(eps))
     return y_TD
 
 
-@parallel_kernel
-def _norm_rows(x: int, added: int, scale: float, weight: int, y: int, T: int, D: int, eps: float, parts: int) -> None:
-    if parts == 1:
-        _rows(x, added, np.float32(scale), weight, y, 0, T, D, np.float32(eps))
-    else:
-        for part in prange(parts):
-            first, last = T * part // parts, T * (part + 1) // parts
-            _rows(x, added, np.float32(scale), weight, y, first, last, D, np.float32(eps))
+@kernel
+def _norm_rows(pool: int, x: int, added: int, scale: float, weight: int, y: int, T: int, D: int, eps: float) -> None:
+    run(pool, _rows((x, added, np.float32(scale), weight, y, T, D, np.float32(eps), new_counter())))
 
 
-@device
-def _rows(
-    x: int, added: int, scale: np.float32, weight: int, y: int, first: int, last: int, D: int, eps: np.float32
-) -> None:
+@worker
+def _rows(arguments: Any) -> None:
+    x, added, scale, weight, y, T, D, eps, shared = arguments
     f32 = np.float32(0)
-    for t in range(first, last):
+    while True:
+        t = fetch_add(shared, 1)
+        if t >= T:
+            break
         row, to = x + t * D * 4, y + t * D * 4
         if added:
             source = added + t * D * 4
             for d in range(D):
                 store(f32, row, d, load(f32, row, d) + scale * load(f32, source, d))
-        norm_row(row, weight, to, D, eps)
+        _norm_row(row, weight, to, D, eps)
 
 
 @device
-def norm_row(row: int, weight: int, to: int, D: int, eps: np.float32) -> None:
-    """RMS norm of one row; `to` may be the row itself."""
+def _norm_row(row: int, weight: int, to: int, D: int, eps: np.float32) -> None:
     f32 = np.float32(0)
     total = np.float32(0)
     for d in range(D):

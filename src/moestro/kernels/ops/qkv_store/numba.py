@@ -6,21 +6,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import prange
 
 from moestro.kernels.facts import Facts
-from moestro.kernels.jit import (
-    NUM_THREADS,
-    TAGS,
-    device,
-    float32_address,
-    float32_input,
-    parallel_kernel,
-    supports_formats,
-)
-from moestro.kernels.memory import item_size, load, load_int64, store
+from moestro.kernels.jit import TAGS, device, float32_address, float32_input, kernel, supports_formats
+from moestro.kernels.memory import fetch_add, item_size, load, load_int64, new_counter, store
 from moestro.kernels.ops.attention import PagedBatch
 from moestro.kernels.ops.qkv_store import QKVPlan, bad_slot, check
+from moestro.kernels.pool import POOL, run, worker
 
 # Below this many values waking the threads costs more than they save.
 SERIAL_VALUES = 32 * 1024
@@ -53,6 +45,7 @@ def qkv_store(
     num_slots = k_pages.shape[0] * batch.page_size
     norm_q, norm_k = plan.norm_sizes
     bad = _store(
+        POOL.address if T * N > SERIAL_VALUES else 0,
         TAGS[k_pages.dtype],
         qkv_TN.data_ptr(),
         q_THd.data_ptr(),
@@ -65,15 +58,15 @@ def qkv_store(
         (cos, sin, plan.rotary_dim if cos else 0, plan.interleaved),
         (q_weight, k_weight, norm_q, norm_k, float(eps)),
         float("inf") if plan.clip is None else float(plan.clip),
-        min(T, NUM_THREADS) if T * N > SERIAL_VALUES else 1,
     )
     if bad >= 0:
         raise bad_slot(bad, num_slots)
     return q_THd
 
 
-@parallel_kernel
+@kernel
 def _store(
+    pool: int,
     tag: Any,
     qkv: int,
     q: int,
@@ -86,44 +79,28 @@ def _store(
     rope: Any,
     norms: Any,
     clip: float,
-    parts: int,
 ) -> int:
     """Returns a slot beyond num_slots, before anything is written, or -1."""
-    T = sizes[0]
-    for t in range(T):
+    for t in range(sizes[0]):
         if load_int64(slots, t) >= num_slots:
             bad: int = load_int64(slots, t)
             return bad
-    if parts == 1:
-        _tokens(tag, qkv, q, slots, page_size, k_pages, v_pages, sizes, rope, norms, np.float32(clip), 0, T)
-    else:
-        for part in prange(parts):
-            first, last = T * part // parts, T * (part + 1) // parts
-            _tokens(tag, qkv, q, slots, page_size, k_pages, v_pages, sizes, rope, norms, np.float32(clip), first, last)
+    shared = new_counter()
+    run(pool, _tokens((tag, qkv, q, slots, page_size, k_pages, v_pages, sizes, rope, norms, np.float32(clip), shared)))
     return -1
 
 
-@device
-def _tokens(
-    tag: Any,
-    qkv: int,
-    q: int,
-    slots: int,
-    page_size: int,
-    k_pages: Any,
-    v_pages: Any,
-    sizes: Any,
-    rope: Any,
-    norms: Any,
-    clip: np.float32,
-    first: int,
-    last: int,
-) -> None:
+@worker
+def _tokens(arguments: Any) -> None:
+    tag, qkv, q, slots, page_size, k_pages, v_pages, sizes, rope, norms, clip, shared = arguments
     f32 = np.float32(0)
-    _, N, H, Hk, d, dv = sizes
+    T, N, H, Hk, d, dv = sizes
     q_weight, k_weight, norm_q, norm_k, eps = norms
     row = np.empty(N, np.float32)
-    for t in range(first, last):
+    while True:
+        t = fetch_add(shared, 1)
+        if t >= T:
+            break
         source = qkv + t * N * 4
         for i in range(N):
             row[i] = load(f32, source, i)

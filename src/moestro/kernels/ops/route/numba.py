@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import prange
 
 from moestro.kernels.facts import Facts
-from moestro.kernels.jit import NUM_THREADS, device, float32_address, float32_input, parallel_kernel, supports_formats
-from moestro.kernels.memory import load, store, store_int32
+from moestro.kernels.jit import device, float32_address, float32_input, kernel, supports_formats
+from moestro.kernels.memory import fetch_add, load, new_counter, store, store_int32
+from moestro.kernels.pool import POOL, run, worker
 from moestro.kernels.scalar import exp
 from moestro.spec.fields import RouterSpec
 
@@ -44,34 +44,33 @@ def route(
     weights_TK = torch.empty(T, spec.top_k)
     bias, _keep = float32_address(bias_E)
     _route(
+        POOL.address if T * E > SERIAL_VALUES else 0,
         (scores_TE.data_ptr(), bias, ids_TK.data_ptr(), weights_TK.data_ptr()),
         (T, E, spec.top_k, rule),
         (spec.num_groups or 0, spec.top_groups or 0, spec.group_score == "top2_sum"),
         (spec.renormalize, float(spec.routed_scaling_factor), float(spec.jitter_eps)),
-        min(T, NUM_THREADS) if T * E > SERIAL_VALUES else 1,
     )
     return ids_TK, weights_TK
 
 
-@parallel_kernel
-def _route(tensors: Any, sizes: Any, groups: Any, mixing: Any, parts: int) -> None:
-    T = sizes[0]
-    if parts == 1:
-        _tokens(tensors, sizes, groups, mixing, 0, T)
-    else:
-        for part in prange(parts):
-            _tokens(tensors, sizes, groups, mixing, T * part // parts, T * (part + 1) // parts)
+@kernel
+def _route(pool: int, tensors: Any, sizes: Any, groups: Any, mixing: Any) -> None:
+    run(pool, _tokens((tensors, sizes, groups, mixing, new_counter())))
 
 
-@device
-def _tokens(tensors: Any, sizes: Any, groups: Any, mixing: Any, first: int, last: int) -> None:
+@worker
+def _tokens(arguments: Any) -> None:
+    tensors, sizes, groups, mixing, shared = arguments
     f32 = np.float32(0)
     scores, bias, ids, weights = tensors
-    _, E, K, rule = sizes
+    T, E, K, rule = sizes
     renormalize, factor, eps = mixing
     score, selection = np.empty(E, np.float32), np.empty(E, np.float32)
     chosen, mixed = np.empty(K, np.int64), np.empty(K, np.float32)
-    for t in range(first, last):
+    while True:
+        t = fetch_add(shared, 1)
+        if t >= T:
+            break
         for e in range(E):
             score[e] = load(f32, scores, t * E + e)
             selection[e] = score[e] + load(f32, bias, e) if bias else score[e]
