@@ -27,6 +27,7 @@ ORDER = (
     ("observe",),
     ("plan",),
     ("tune",),
+    ("bench",),
     ("server",),
     ("cli",),
 )

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 import moestro
-from moestro.cli import chat, generate, inspect, serve
+from moestro.cli import bench, chat, generate, inspect, serve
 from moestro.cli.border import guarded
 from moestro.cli.flags import with_flags
 
@@ -17,6 +17,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "generate": generate.generate,
     "chat": chat.chat,
     "inspect": inspect.inspect,
+    "bench": bench.bench,
 }
 
 app = typer.Typer(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any, get_type_hints
 
+from moestro.bench.config import BenchConfig
 from moestro.engine.config import EngineConfig
 from moestro.server.config import ServerConfig
 from moestro.settings import variables
@@ -21,6 +22,7 @@ def options_page() -> str:
             "",
             *_table("Engine: `serve`, `generate`, `chat`, `LLM`", EngineConfig),
             *_table("Server: `serve`", ServerConfig),
+            *_table("Load test: `bench`", BenchConfig),
             "## Environment",
             "",
             "| variable | meaning |",
