@@ -113,8 +113,8 @@ def _azure(lines: list[str], path: Path) -> list[Arrival]:
     ]
     if None in names:
         raise SettingError(
-            f"trace {str(path)!r} has columns {', '.join(reader.fieldnames or ())}; "
-            "arrival_s, prompt_tokens, output_tokens (or Azure's TIMESTAMP, ContextTokens, GeneratedTokens) belong there"
+            f"trace {str(path)!r} has columns {', '.join(reader.fieldnames or ())}; needed are arrival_s, prompt_tokens, "
+            "output_tokens, or Azure's TIMESTAMP, ContextTokens, GeneratedTokens"
         )
     out = []
     for number, row in enumerate(reader, 2):
