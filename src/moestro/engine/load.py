@@ -7,8 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from moestro.checkpoint.assemble import load_tensors, plan_assembly
 from moestro.checkpoint.index import read_index
 from moestro.checkpoint.source import resolve_model
@@ -19,6 +17,7 @@ from moestro.engine.resolve import Resolved, resolve
 from moestro.engine.runner import Runner
 from moestro.engine.stats import ModelInfo
 from moestro.errors import ConfigError
+from moestro.kernels import threads
 from moestro.kernels.select import KernelSelector
 from moestro.kv.pool import KVPool
 from moestro.layers.rope import long_from
@@ -66,7 +65,7 @@ def load_engine(config: EngineConfig, progress: Progress | None = None) -> Engin
     tokenizer_folder = Path(config.tokenizer) if config.tokenizer else folder
     tokenizer = Tokenizer.load(tokenizer_folder)
     resolved = resolve(config, spec, num_params=sum(t.size for t in plan.tensors.values()))
-    torch.set_num_threads(resolved.num_threads)
+    threads.setup(resolved.num_threads)
     kernels = KernelSelector(resolved.device.type, config.kernels)
     placement = _placement(config, spec)
     tensors = load_tensors(plan, resolved.dtype, resolved.device, _about(progress, "loading"))
@@ -84,7 +83,7 @@ def load_engine(config: EngineConfig, progress: Progress | None = None) -> Engin
     kv = KVPool(spec, resolved.num_pages, config.block_size, resolved.dtype, resolved.device)
     counters = ExpertCounters(placement, resolved.device) if spec.moe_layers else None
     batches = BatchBuilder(config.block_size, resolved.device, max_position=resolved.max_model_len)
-    runner = Runner(decoder, kv, counters, batches)
+    runner = Runner(decoder, kv, counters, batches, num_threads=resolved.num_threads)
     runner.warm_up(resolved.max_num_batched_tokens)
     info = _info(config, folder, spec, resolved, kernels)
     limits = {long_from(layer.attention.rope) for layer in spec.layers} - {None}

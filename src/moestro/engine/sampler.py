@@ -12,6 +12,7 @@ R rows, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -47,14 +48,14 @@ def sample(logits_RV: torch.Tensor, sequences: list[Sequence], grammars: Grammar
     logits_RV: float32, one row a sequence, changed in place where parameters ask for it. grammars: by sequence key.
     """
     assert logits_RV.shape[0] == len(sequences)
-    poisoned: list[bool] = logits_RV.amax(dim=-1).isnan().tolist()
     wanted = [r for r, s in enumerate(sequences) if s.request.params.logprobs is not None]
     logprobs = {r: torch.log_softmax(logits_RV[r], dim=-1) for r in wanted}
     for row, sequence in enumerate(sequences):
         _adjust_(logits_RV[row], sequence)
-    failed = {r: NOT_A_NUMBER for r, is_poisoned in enumerate(poisoned) if is_poisoned}
-    failed |= _constrain_(logits_RV, sequences, grammars or {})
+    failed = _constrain_(logits_RV, sequences, grammars or {})
     token_ids = torch.argmax(logits_RV, dim=-1)
+    highest = logits_RV.gather(1, token_ids[:, None]).squeeze(1).tolist()
+    failed |= {row: NOT_A_NUMBER for row, value in enumerate(highest) if math.isnan(value)}  # argmax finds NaN first
     random = [r for r, s in enumerate(sequences) if s.request.params.temperature > 0]
     if random:
         index = torch.tensor(random, device=logits_RV.device)
