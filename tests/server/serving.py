@@ -48,7 +48,7 @@ def serve(
     ready, done, served = threading.Event(), threading.Event(), []
 
     async def run() -> None:
-        client = EngineClient(engine_config, make_loop)
+        client = EngineClient(engine_config, make_loop, config)
         await client.start()
         listener = _bind(config)
         service = Service(client, engine_config, config)

@@ -23,7 +23,6 @@ from serving import Served, serve
 
 from moestro.engine.config import EngineConfig
 from moestro.errors import MoestroError
-from moestro.server import client as client_module
 from moestro.server.client import EngineClient
 from moestro.server.config import ServerConfig
 
@@ -74,8 +73,13 @@ def _metric(http: httpx.Client, name: str) -> float:
     return next(float(line.split()[-1]) for line in http.get("/metrics").text.splitlines() if line.startswith(name))
 
 
-def test_an_engine_that_keeps_dying_is_given_up(own: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_module, "MAX_RESTARTS", 1)
+def test_an_engine_that_keeps_dying_is_given_up(model_folder: Path) -> None:
+    engine = EngineConfig(model=str(model_folder), served_model_name="fake")
+    for own in serve(engine, ServerConfig(port=0, max_engine_restarts=1)):
+        _dies_twice(own)
+
+
+def _dies_twice(own: Served) -> None:
     with own.http() as http:
         for _ in range(2):
             wait_for(lambda: is_ready(own))

@@ -113,7 +113,7 @@ def _azure(lines: list[str], path: Path) -> list[Arrival]:
     ]
     if None in names:
         raise SettingError(
-            f"trace {str(path)!r} has columns {', '.join(reader.fieldnames or ())}; needed are arrival_s, prompt_tokens, "
+            f"{str(path)!r} has columns {', '.join(reader.fieldnames or ())}; it needs arrival_s, prompt_tokens, "
             "output_tokens, or Azure's TIMESTAMP, ContextTokens, GeneratedTokens"
         )
     out = []

@@ -24,9 +24,9 @@ from moestro.engine.stats import EngineStats, ModelInfo
 from moestro.engine.worker import MakeLoop, build_loop, run_worker
 from moestro.errors import EngineDeadError, MoestroError, RequestError
 from moestro.logs import logger
+from moestro.server.config import ServerConfig
 from moestro.settings import log_level
 
-MAX_RESTARTS = 3
 RESTART_WINDOW_S = 600.0
 _MAX_IPC_PATH = 90  # a Unix socket's path has 107 bytes
 
@@ -42,10 +42,14 @@ class EngineClient:
     num_restarts: since the server started. stats: the latest from the engine.
     """
 
-    def __init__(self, config: EngineConfig, make_loop: MakeLoop = build_loop, log_format: str = "text") -> None:
-        """log_format: of the engine process's own lines."""
+    def __init__(
+        self, config: EngineConfig, make_loop: MakeLoop = build_loop, server: ServerConfig | None = None
+    ) -> None:
+        """server: its log format and limit of restarts hold here."""
+        server = server or ServerConfig()
         self._config = config
-        self._log_format = log_format
+        self._log_format = server.log_format
+        self._max_restarts = server.max_engine_restarts
         self._make_loop = make_loop
         self._open: dict[str, Stream] = {}
         self._stats_waiters: list[asyncio.Future[EngineStats]] = []
@@ -184,7 +188,9 @@ class EngineClient:
             if not self._may_restart():
                 self.state = "dead"
                 logger.error(
-                    "the engine stopped %d times in %.0f minutes; giving up", MAX_RESTARTS + 1, RESTART_WINDOW_S / 60
+                    "the engine stopped %d times in %.0f minutes; giving up",
+                    self._max_restarts + 1,
+                    RESTART_WINDOW_S / 60,
                 )
                 return
             self.generation += 1
@@ -199,7 +205,7 @@ class EngineClient:
         now = time.monotonic()
         while self._restarts and now - self._restarts[0] > RESTART_WINDOW_S:
             self._restarts.popleft()
-        if len(self._restarts) >= MAX_RESTARTS:
+        if len(self._restarts) >= self._max_restarts:
             return False
         self._restarts.append(now)
         return True

@@ -34,6 +34,7 @@ class ServerConfig:
         None, "OpenTelemetry collector to send a trace of each request to, as http://HOST:4318/v1/traces"
     )
     max_body_bytes: int = _option(16 * 2**20, "largest request body; more is answered with 413")
+    max_engine_restarts: int = _option(10, "times in ten minutes that an engine which has died is started again")
     drain_timeout_s: float = _option(300.0, "seconds that open requests get to finish after SIGTERM")
 
     def __post_init__(self) -> None:
@@ -45,6 +46,8 @@ class ServerConfig:
             raise SettingError(f"drain_timeout_s={self.drain_timeout_s} must not be negative")
         if self.max_client_requests is not None and self.max_client_requests < 1:
             raise SettingError(f"max_client_requests={self.max_client_requests} must be at least 1")
+        if self.max_engine_restarts < 0:
+            raise SettingError(f"max_engine_restarts={self.max_engine_restarts} must not be negative")
         if not self.request_timeout_s > 0:
             raise SettingError(f"request_timeout_s={self.request_timeout_s} must be more than 0")
         if self.log_format not in FORMATS:

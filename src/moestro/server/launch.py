@@ -39,7 +39,7 @@ async def _serve(engine_config: EngineConfig, config: ServerConfig, announce: An
     listener = _bind(config)  # before the model loads: a taken port is known at once
     ApiKeys.load(config.api_key, config.api_key_file)  # a file that cannot be read, likewise
     service: Service | None = None
-    client = EngineClient(engine_config, make_loop, config.log_format)
+    client = EngineClient(engine_config, make_loop, config)
     try:
         if not await _start_unless_signalled(client):
             return 0
