@@ -68,6 +68,18 @@ def test_preempted_is_not(folder: Path, alone: tuple[list[list[int]], list[list[
     assert small.stats().kv_pages_used == 0
 
 
+@pytest.mark.parametrize("kernels", ["reference", "numba"])
+def test_what_nobody_wrote_is_not_read(
+    folder: Path, alone: tuple[list[list[int]], list[list[int]]], kernels: str
+) -> None:
+    many, expected = alone
+    llm = load(folder, kernels=kernels)
+    for pages in llm._loop._engine.runner.kv.layers:
+        pages.k.fill_(float("nan"))
+        pages.v.fill_(float("nan"))
+    assert tokens(llm, many[:4]) == expected[:4]
+
+
 def test_streaming_is_not(folder: Path, alone: tuple[list[list[int]], list[list[int]]]) -> None:
     many, expected = alone
     llm = load(folder)

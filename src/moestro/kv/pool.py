@@ -24,7 +24,11 @@ class LayerPages:
 
 
 class KVPool:
-    """Pages of all layers, allocated once. dtype: float32, bfloat16 or float16."""
+    """Pages of all layers, allocated once and not initialised: the system gives memory to a page when it is first
+    written.
+
+    dtype: float32, bfloat16 or float16. Raises CapacityError when the address space does not hold it.
+    """
 
     def __init__(
         self, spec: ModelSpec, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device
@@ -37,12 +41,12 @@ class KVPool:
             for layer in spec.layers:
                 a = layer.attention
                 if a.kind == "mla":
-                    latent = torch.zeros(num_pages, 1, page_size, a.kv_values_per_token, dtype=dtype, device=device)
+                    latent = torch.empty(num_pages, 1, page_size, a.kv_values_per_token, dtype=dtype, device=device)
                     self.layers.append(LayerPages(latent, latent[..., : a.kv_lora_rank]))
                 else:
                     shape = (num_pages, a.num_kv_heads, page_size)
-                    k = torch.zeros(*shape, a.head_dim, dtype=dtype, device=device)
-                    self.layers.append(LayerPages(k, torch.zeros(*shape, a.v_head_dim, dtype=dtype, device=device)))
+                    k = torch.empty(*shape, a.head_dim, dtype=dtype, device=device)
+                    self.layers.append(LayerPages(k, torch.empty(*shape, a.v_head_dim, dtype=dtype, device=device)))
         except (RuntimeError, MemoryError) as error:
             need = num_pages * page_bytes(spec, page_size, dtype)
             raise CapacityError(
