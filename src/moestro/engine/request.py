@@ -18,6 +18,7 @@ MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 300
 MAX_STOP_STRINGS = 16
 MAX_N = 64
+MAX_INT = 2**63 - 1  # what messages between processes can carry
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,7 +68,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         self._within("temperature", self.temperature, 0, 100)
         if not 0 < _number("top_p", self.top_p) <= 1:
             raise RequestError(f"top_p={self.top_p} must be greater than 0 and at most 1", "top_p")
-        self._within("top_k", self.top_k, -1, None)
+        self._within("top_k", self.top_k, -1, MAX_INT)
         self._within("min_p", self.min_p, 0, 1)
         if _number("repetition_penalty", self.repetition_penalty) <= 0:
             raise RequestError(
@@ -76,10 +77,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         self._within("presence_penalty", self.presence_penalty, -2, 2)
         self._within("frequency_penalty", self.frequency_penalty, -2, 2)
         if self.seed is not None:
-            self._within("seed", self.seed, -(2**63), 2**63 - 1)
-        self._within("min_tokens", self.min_tokens, 0, None)
+            self._within("seed", self.seed, -MAX_INT - 1, MAX_INT)
+        self._within("min_tokens", self.min_tokens, 0, MAX_INT)
         if self.max_tokens is not None:
-            self._within("max_tokens", self.max_tokens, 1, None)
+            self._within("max_tokens", self.max_tokens, 1, MAX_INT)
             if self.min_tokens > self.max_tokens:
                 raise RequestError(
                     f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}", "min_tokens"
@@ -104,15 +105,17 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
                 )
 
     @staticmethod
-    def _within(field: str, value: float, low: float, high: float | None) -> None:
-        if _number(field, value) < low or (high is not None and value > high):
-            allowed = f"at least {low}" if high is None else f"between {low} and {high}"
+    def _within(field: str, value: float, low: float, high: float) -> None:
+        if not low <= _number(field, value) <= high:
+            allowed = f"at least {low}" if value < low and high == MAX_INT else f"between {low} and {high}"
             raise RequestError(f"{field}={value} must be {allowed}", field)
 
 
 def _number(field: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value) or math.isinf(value):
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or (isinstance(value, float) and not math.isfinite(value)):
         raise RequestError(f"{field}={value!r} must be a finite number", field)
+    assert isinstance(value, int | float)
     return value
 
 

@@ -107,9 +107,15 @@ class EngineClient:
         """
         if self.state != "ready":
             raise EngineDeadError(f"the engine is {self.state}")
+        try:
+            data = m.encode(m.Add(request))
+        except (OverflowError, UnicodeEncodeError, RecursionError):
+            raise RequestError(
+                "the request has a number beyond 64 bits, text that is not Unicode, or is nested too deeply"
+            ) from None
         stream = Stream(self, request)
         self._open[request.request_id] = stream
-        self._send(m.Add(request))
+        self._send_bytes(data)
         try:
             await stream._accepted
         except BaseException:
@@ -257,9 +263,12 @@ class EngineClient:
             self._failure = message.message
 
     def _send(self, message: m.ToEngine) -> None:
+        self._send_bytes(m.encode(message))
+
+    def _send_bytes(self, data: bytes) -> None:
         if self._socket is not None and self._process is not None and self._process.is_alive():
             with contextlib.suppress(zmq.Again):  # the engine has gone between the check and here
-                self._socket.send(m.encode(message), zmq.NOBLOCK)
+                self._socket.send(data, zmq.NOBLOCK)
 
     def _end_all(self, reason: str) -> None:
         error = EngineDeadError(reason)

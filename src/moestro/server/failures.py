@@ -64,7 +64,9 @@ def as_api_error(error: Exception) -> ApiError:
 
 def error_body(error: ApiError) -> dict[str, Any]:
     kind = _TYPES.get(error.status, "server_error" if error.status >= 500 else "invalid_request_error")
-    return {"error": {"message": error.message, "type": kind, "param": error.param, "code": error.code}}
+    # A name that the client sent may have half a character in it, which JSON can say and UTF-8 cannot.
+    message = error.message.encode("utf-8", "replace").decode()
+    return {"error": {"message": message, "type": kind, "param": error.param, "code": error.code}}
 
 
 def error_response(error: ApiError) -> Response:
