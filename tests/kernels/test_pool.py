@@ -101,13 +101,15 @@ def test_limit_and_stop(pool: Pool) -> None:
     assert (_count(pool.address, 5)[0] == 1).all()
 
 
-def test_setup_sets_torch_and_the_pool() -> None:
+@pytest.mark.parametrize(("count", "of_torch"), [(2, 1), (6, 6)])
+def test_setup_sets_the_pool_and_torch(count: int, of_torch: int) -> None:
     before = torch.get_num_threads()
     try:
-        assert threads.setup(3) == 3
-        assert torch.get_num_threads() == 3
-        assert POOL._state[HELPERS] == 2
+        assert threads.setup(count) == count
+        assert torch.get_num_threads() == of_torch
+        assert POOL._state[HELPERS] == count - 1
     finally:
+        POOL.stop()
         threads.setup(None)
         torch.set_num_threads(before)
 

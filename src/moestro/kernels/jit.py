@@ -89,7 +89,7 @@ def device(function: F) -> F:
 
 
 def exact_device(function: F) -> F:
-    """The same without reordering of sums, for formulas that depend on their order."""
+    """Compile a function that kernels call, without reordering of sums, for formulas that depend on their order."""
     compiled: F = numba.njit(fastmath={"contract", "nsz"}, error_model="numpy")(function)
     return compiled
 

@@ -27,13 +27,19 @@ def broadcast(builder: Any, value: Any, width: int) -> Any:
     )
 
 
-def load_values(builder: Any, address: Any, index: Any, tag: Any, width: int) -> Any:
-    """Load `width` values from element `index` behind an address, as float32."""
+def load_values(builder: Any, address: Any, index: Any, tag: Any, width: int, rest: Any = None) -> Any:
+    """Load `width` values from element `index` behind an address, as float32.
+
+    rest: load only so many, and 0 for the others, without touching memory behind them.
+    """
     storage = STORAGE[tag]
     pointer = builder.gep(builder.inttoptr(address, storage.as_pointer()), [index])
     if width > 1:
         pointer = builder.bitcast(pointer, shaped(storage, width).as_pointer())
-    value = builder.load(pointer, align=BYTES[tag])
+    if rest is None:
+        value = builder.load(pointer, align=BYTES[tag])
+    else:
+        value = _load_masked(builder, pointer, shaped(storage, width), BYTES[tag], rest)
     if tag == types.int16:
         return builder.fpext(value, shaped(F32, width))
     if tag == types.uint16:
@@ -41,6 +47,20 @@ def load_values(builder: Any, address: Any, index: Any, tag: Any, width: int) ->
         sixteen = I32(16) if width == 1 else ir.Constant(wide, [16] * width)
         return builder.bitcast(builder.shl(builder.zext(value, wide), sixteen), shaped(F32, width))
     return value
+
+
+def _load_masked(builder: Any, pointer: Any, vector: Any, align: int, count: Any) -> Any:
+    width = vector.count
+    lanes = ir.Constant(ir.VectorType(I64, width), list(range(width)))
+    mask = builder.icmp_signed("<", lanes, broadcast(builder, count, width))
+    storage = {F32: "f32", I16: "i16", ir.HalfType(): "f16"}[vector.element]
+    function = cgutils.get_or_insert_function(
+        builder.module,
+        ir.FunctionType(vector, [pointer.type, I32, mask.type, vector]),
+        f"llvm.masked.load.v{width}{storage}.p0",
+    )
+    zero = ir.Constant(vector, [0] * width if vector.element == I16 else [0.0] * width)
+    return builder.call(function, [pointer, I32(align), mask, zero])
 
 
 @intrinsic
@@ -113,11 +133,14 @@ def store_int64(typingctx: Any, address: Any, index: Any, value: Any) -> Any:
 
 
 @intrinsic
-def float_from_bits(typingctx: Any, bits: Any) -> Any:
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.bitcast(args[0], F32)
+def power_of_two(typingctx: Any, exponent: Any) -> Any:
+    """2^exponent in float32, for a whole float32 exponent in -126..127. In Python the int32 sums would become int64."""
 
-    return types.float32(types.int32), codegen
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        biased = builder.add(builder.fptosi(args[0], I32), I32(127))
+        return builder.bitcast(builder.shl(biased, I32(23)), F32)
+
+    return types.float32(types.float32), codegen
 
 
 @intrinsic
@@ -154,7 +177,7 @@ def keep_alive(typingctx: Any, array: Any) -> Any:
 
 @intrinsic
 def address_of(typingctx: Any, array: Any) -> Any:
-    """Address of an array's first element; see keep_alive. (With `array.ctypes.data` Numba would not cache a kernel.)"""
+    """Address of an array's first element; see keep_alive. Numba would not cache a kernel with `array.ctypes.data`."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         data = context.make_array(signature.args[0])(context, builder, args[0]).data

@@ -14,12 +14,39 @@ from llvmlite import ir
 from numba.core import cgutils, types
 
 from moestro.kernels.jit import VECTOR_WIDTH, WIDE_REGISTERS, device, literal_intrinsic
-from moestro.kernels.memory import BYTES, F32, I64, broadcast, item_size, load_values, shaped
+from moestro.kernels.memory import BYTES, F32, I32, I64, broadcast, item_size, load_values, shaped
 
 # Rows of weights and of activations a tile keeps in registers: R * M sums and R weights fit 32, or 16 on AVX2.
 TILE_R = 4
 TILE_M = 6 if WIDE_REGISTERS else 2
 VECTOR = VECTOR_WIDTH
+
+
+def _add_up(builder: Any, vectors: list[Any]) -> Any:
+    """The sum of each vector's numbers, as a vector whose first lanes are these sums, for one vector or four.
+
+    Halves are added to halves, in one order however many vectors there are. Four together take 14 instructions, one by
+    one 32, which for heads of 64 numbers is more than the products themselves.
+    """
+    width = VECTOR
+    while len(vectors) > 1:
+        width //= 2
+        vectors = [_add_halves(builder, a, b, width) for a, b in zip(vectors[::2], vectors[1::2], strict=True)]
+    (vector,) = vectors
+    while width > 1:
+        width //= 2
+        vector = _add_halves(builder, vector, vector, width)
+    return vector
+
+
+def _add_halves(builder: Any, a: Any, b: Any, half: int) -> Any:
+    """Of two vectors of groups of 2 * half numbers, each group's lower half plus its upper half; those of `a` first."""
+    lanes = [lane for start in range(0, 2 * VECTOR, 2 * half) for lane in range(start, start + half)]
+    indices = ir.VectorType(I32, VECTOR)
+    low, high = (
+        builder.shuffle_vector(a, b, ir.Constant(indices, [lane + offset for lane in lanes])) for offset in (0, half)
+    )
+    return builder.fadd(low, high)
 
 
 @literal_intrinsic
@@ -31,8 +58,7 @@ def _dot_tile(
     x: Any,
     x_stride: Any,
     y: Any,
-    y_stride_m: Any,
-    y_stride_r: Any,
+    y_stride: Any,
     K: Any,
     R: Any,
     M: Any,
@@ -46,37 +72,37 @@ def _dot_tile(
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         tag = signature.args[0]
-        _, w, w_stride, x, x_stride, y, y_stride_m, y_stride_r, K = args[:9]
+        _, w, w_stride, x, x_stride, y, y_stride, K = args[:8]
         w_rows = [builder.add(w, builder.mul(w_stride, I64(r * BYTES[tag]))) for r in range(num_r)]
         x_rows = [builder.add(x, builder.mul(x_stride, I64(m * 4))) for m in range(num_m)]
         cells = [(m, r) for m in range(num_m) for r in range(num_r)]
+        sums = {cell: cgutils.alloca_once(builder, shaped(F32, VECTOR)) for cell in cells}
+        for cell in cells:
+            builder.store(ir.Constant(shaped(F32, VECTOR), [0.0] * VECTOR), sums[cell])
+
+        def add_products(k: Any, rest: Any) -> None:
+            w_values = [load_values(builder, row, k, tag, VECTOR, rest) for row in w_rows]
+            for m, x_row in enumerate(x_rows):
+                x_value = load_values(builder, x_row, k, types.float32, VECTOR, rest)
+                for r, w_value in enumerate(w_values):
+                    product = builder.fmul(w_value, x_value, flags=("contract",))
+                    total = builder.fadd(builder.load(sums[m, r]), product, flags=("contract",))
+                    builder.store(total, sums[m, r])
+
         whole = builder.and_(K, I64(-VECTOR))
-        sums: dict[int, dict[tuple[int, int], Any]] = {VECTOR: {}, 1: {}}
-        for width, (start, stop) in {VECTOR: (I64(0), whole), 1: (whole, K)}.items():
-            for cell in cells:
-                sums[width][cell] = cgutils.alloca_once(builder, shaped(F32, width))
-                builder.store(ir.Constant(shaped(F32, width), [0.0] * width if width > 1 else 0.0), sums[width][cell])
-            with cgutils.for_range_slice(builder, start, stop, I64(width), I64) as (k, _):
-                w_values = [load_values(builder, row, k, tag, width) for row in w_rows]
-                for m, x_row in enumerate(x_rows):
-                    x_value = load_values(builder, x_row, k, types.float32, width)
-                    for r, w_value in enumerate(w_values):
-                        product = builder.fmul(w_value, x_value, flags=("contract",))
-                        total = builder.fadd(builder.load(sums[width][m, r]), product, flags=("contract",))
-                        builder.store(total, sums[width][m, r])
-        add_up = cgutils.get_or_insert_function(
-            builder.module,
-            ir.FunctionType(F32, [F32, shaped(F32, VECTOR)]),
-            f"llvm.vector.reduce.fadd.v{VECTOR}f32",
-        )
-        y_pointer = builder.inttoptr(y, F32.as_pointer())
-        for m, r in cells:
-            parts = [builder.load(sums[1][m, r]), builder.load(sums[VECTOR][m, r])]
-            index = builder.add(builder.mul(y_stride_m, I64(m)), builder.mul(y_stride_r, I64(r)))
-            builder.store(builder.call(add_up, parts, fastmath=("reassoc",)), builder.gep(y_pointer, [index]))
+        with cgutils.for_range_slice(builder, I64(0), whole, I64(VECTOR), I64) as (k, _):
+            add_products(k, None)
+        with builder.if_then(builder.icmp_signed("!=", whole, K), likely=False):
+            add_products(whole, builder.sub(K, whole))
+        first_lanes = ir.Constant(ir.VectorType(I32, num_r), list(range(num_r)))
+        for m in range(num_m):
+            totals = _add_up(builder, [builder.load(sums[m, r]) for r in range(num_r)])
+            totals = builder.shuffle_vector(totals, totals, first_lanes)
+            row = builder.gep(builder.inttoptr(y, F32.as_pointer()), [builder.mul(y_stride, I64(m))])
+            builder.store(totals, builder.bitcast(row, totals.type.as_pointer()), align=4)
         return context.get_dummy_value()
 
-    return types.void(tag, *[types.int64] * 8, R, M), codegen
+    return types.void(tag, *[types.int64] * 7, R, M), codegen
 
 
 @literal_intrinsic
@@ -140,8 +166,7 @@ def dot_rows(
     x_stride: int,
     M: int,
     y: int,
-    y_stride_m: int,
-    y_stride_r: int,
+    y_stride: int,
     K: int,
 ) -> None:
     """y[m, r] = w[r] . x[m] for R <= TILE_R rows in the tag's format and M <= TILE_M float32 rows."""
@@ -149,21 +174,21 @@ def dot_rows(
         for m in range(M):
             for r in range(R):
                 w_row = w + r * w_stride * item_size(tag)
-                y_cell = y + (m * y_stride_m + r * y_stride_r) * 4
-                _dot_tile(tag, w_row, w_stride, x + m * x_stride * 4, x_stride, y_cell, y_stride_m, y_stride_r, K, 1, 1)
+                y_cell = y + (m * y_stride + r) * 4
+                _dot_tile(tag, w_row, w_stride, x + m * x_stride * 4, x_stride, y_cell, y_stride, K, 1, 1)
     elif M == 1:
-        _dot_tile(tag, w, w_stride, x, x_stride, y, y_stride_m, y_stride_r, K, TILE_R, 1)
+        _dot_tile(tag, w, w_stride, x, x_stride, y, y_stride, K, TILE_R, 1)
     elif M == 2:
-        _dot_tile(tag, w, w_stride, x, x_stride, y, y_stride_m, y_stride_r, K, TILE_R, 2)
+        _dot_tile(tag, w, w_stride, x, x_stride, y, y_stride, K, TILE_R, 2)
     elif TILE_M > 2:
         if M == 3:
-            _dot_tile(tag, w, w_stride, x, x_stride, y, y_stride_m, y_stride_r, K, TILE_R, 3)
+            _dot_tile(tag, w, w_stride, x, x_stride, y, y_stride, K, TILE_R, 3)
         elif M == 4:
-            _dot_tile(tag, w, w_stride, x, x_stride, y, y_stride_m, y_stride_r, K, TILE_R, 4)
+            _dot_tile(tag, w, w_stride, x, x_stride, y, y_stride, K, TILE_R, 4)
         elif M == 5:
-            _dot_tile(tag, w, w_stride, x, x_stride, y, y_stride_m, y_stride_r, K, TILE_R, 5)
+            _dot_tile(tag, w, w_stride, x, x_stride, y, y_stride, K, TILE_R, 5)
         else:
-            _dot_tile(tag, w, w_stride, x, x_stride, y, y_stride_m, y_stride_r, K, TILE_R, 6)
+            _dot_tile(tag, w, w_stride, x, x_stride, y, y_stride, K, TILE_R, 6)
 
 
 @device

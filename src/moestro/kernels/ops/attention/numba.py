@@ -20,7 +20,7 @@ from moestro.kernels.jit import TAGS, device, float32_address, float32_input, ke
 from moestro.kernels.memory import address_of, fetch_add, item_size, keep_alive, load, load_int32, new_counter, store
 from moestro.kernels.ops.attention import PagedBatch, check
 from moestro.kernels.pool import POOL, run, worker
-from moestro.kernels.scalar import exp
+from moestro.kernels.scalar import exp, larger
 from moestro.kernels.tile import TILE_M, TILE_R, dot_rows, mix_rows
 
 ROWS = 24  # rows of an item: a multiple of the tile's, few enough for scores and sums to stay in the cache
@@ -218,53 +218,69 @@ def _attend_stretch(
         low = max(low, first - window + 1)
     key = low
     while key < high:
-        # A block of keys ends with its page, and at multiples of KEYS wherever it began.
-        offset = key % page_size
-        size = min(high - key, page_size - offset, KEYS - offset % KEYS)
-        page = load_int32(seqs[2], s * seqs[3] + key // page_size)
-        k = keys[0] + (page * keys[1] + head * keys[2] + offset * keys[3]) * item_size(tag)
-        v = values[0] + (page * values[1] + head * values[2] + offset * values[3]) * item_size(tag)
+        # Blocks end at multiples of KEYS wherever they began, and may span pages.
+        size = min(high - key, KEYS - key % KEYS)
         for m in range(0, count, TILE_M):
             tile = min(TILE_M, count - m)
-            for j in range(0, size, TILE_R):
-                dot_rows(
-                    tag, k + j * keys[3] * item_size(tag), keys[3], min(TILE_R, size - j), address_of(q) + m * d * 4, d,
-                    tile, address_of(scores) + (m * KEYS + j) * 4, KEYS, 1, d,
-                )  # fmt: skip
+            done = 0
+            while done < size:
+                part = min(size - done, page_size - (key + done) % page_size)
+                k = _address(keys, seqs, s, head, key + done, page_size, item_size(tag))
+                for j in range(0, part, TILE_R):
+                    to = address_of(scores) + (m * KEYS + done + j) * 4
+                    k_row, q_row = k + j * keys[3] * item_size(tag), address_of(q) + m * d * 4
+                    dot_rows(tag, k_row, keys[3], min(TILE_R, part - j), q_row, d, tile, to, KEYS, d)
+                done += part
             for row in range(m, m + tile):
                 position = first + (row_in_group + row) // group
                 visible = min(size, position + 1 - key)
                 hidden = max(0, position - window + 1 - key) if window else 0
-                _weigh(scores[row], out[row], dv, hidden, visible, size)
-            mix_rows(
-                tag, v, values[3], size, address_of(scores) + m * KEYS * 4, KEYS, tile,
-                address_of(out) + m * (dv + 2) * 4, dv + 2, dv,
-            )  # fmt: skip
+                _weigh(address_of(scores) + row * KEYS * 4, out[row], dv, hidden, visible, size)
+            done = 0
+            while done < size:
+                part = min(size - done, page_size - (key + done) % page_size)
+                v = _address(values, seqs, s, head, key + done, page_size, item_size(tag))
+                mix_rows(
+                    tag, v, values[3], part, address_of(scores) + (m * KEYS + done) * 4, KEYS, tile,
+                    address_of(out) + m * (dv + 2) * 4, dv + 2, dv,
+                )  # fmt: skip
+                done += part
         key += size
 
 
 @device
-def _weigh(scores: Any, out: Any, dv: int, hidden: int, visible: int, size: int) -> None:
+def _address(pages: Any, seqs: Any, s: int, head: int, key: int, page_size: int, size: int) -> int:
+    """Where the key, or the value, of a position lies."""
+    base, page_stride, head_stride, token_stride = pages
+    page = load_int32(seqs[2], s * seqs[3] + key // page_size)
+    address: int = base + (page * page_stride + head * head_stride + key % page_size * token_stride) * size
+    return address
+
+
+@device
+def _weigh(scores: int, out: Any, dv: int, hidden: int, visible: int, size: int) -> None:
     """Turn scores hidden..visible-1 into weights, the others into 0, and scale earlier sums to the new maximum."""
-    zero = np.float32(0)
-    if visible <= hidden:
-        for j in range(size):
-            scores[j] = zero
+    f32 = np.float32(0)
+    hidden, visible = min(hidden, size), max(visible, 0)
+    for j in range(hidden):
+        store(f32, scores, j, f32)
+    if visible < size:
+        for j in range(size - visible):
+            store(f32, scores + visible * 4, j, f32)
+    count, first = visible - hidden, scores + hidden * 4
+    if count <= 0:
         return
     before = out[dv]
-    largest = before
-    for j in range(hidden, visible):
-        largest = max(largest, scores[j])
-    for j in range(hidden):
-        scores[j] = zero
-    total = zero
-    for j in range(hidden, visible):
-        scores[j] = exp(scores[j] - largest)
-        total += scores[j]
-    for j in range(max(visible, hidden), size):
-        scores[j] = zero
+    largest = np.float32(before)
+    for j in range(count):
+        largest = larger(largest, load(f32, first, j))
+    total = f32
+    for j in range(count):
+        weight = exp(load(f32, first, j) - largest)
+        store(f32, first, j, weight)
+        total += weight
     if largest > before:
-        factor = exp(before - largest) if before > -np.inf else zero
+        factor = exp(before - largest) if before > -np.inf else f32
         for i in range(dv):
             out[i] *= factor
         out[dv + 1] *= factor

@@ -187,14 +187,14 @@ def _gate_up_work(arguments: Any) -> None:
                 for half in range(2):
                     w_rows = w + (e * 2 * F + half * F + f) * row_bytes
                     to = gate + (half * TILE_M * stride + f - f0) * 4
-                    dot_rows(tag, w_rows, D, size, x + r * D * 4, D, rows, to, stride, 1, D)
+                    dot_rows(tag, w_rows, D, size, x + r * D * 4, D, rows, to, stride, D)
             for m in range(rows):
+                gate_row, up_row = gate + m * stride * 4, up + m * stride * 4
                 if bias:
-                    _add(gate + m * stride * 4, bias + (e * 2 * F + f0) * 4, f1 - f0)
-                    _add(up + m * stride * 4, bias + (e * 2 * F + F + f0) * 4, f1 - f0)
-                _activate(
-                    scratch, m * stride, (TILE_M + m) * stride, h + ((r + m) * F + f0) * 4, f1 - f0, clamped, limit
-                )
+                    _add(gate_row, bias + (e * 2 * F + f0) * 4, f1 - f0)
+                    _add(up_row, bias + (e * 2 * F + F + f0) * 4, f1 - f0)
+                _activate(gate_row, up_row, h + ((r + m) * F + f0) * 4, f1 - f0, clamped, limit)
+    keep_alive(scratch)
 
 
 @device
@@ -204,17 +204,17 @@ def _add(y: int, bias: int, count: int) -> None:
 
 
 @device
-def _activate(scratch: Any, gate: int, up: int, h: int, count: int, clamped: bool, limit: np.float32) -> None:
-    one = np.float32(1)
+def _activate(gate: int, up: int, h: int, count: int, clamped: bool, limit: np.float32) -> None:
+    f32, one = np.float32(0), np.float32(1)
     if clamped:
         for i in range(count):
-            g = min(scratch[gate + i], limit)
-            u = min(max(scratch[up + i], -limit), limit)
-            store(np.float32(0), h, i, (u + one) * g * sigmoid(np.float32(1.702) * g))
+            g = min(load(f32, gate, i), limit)
+            u = min(max(load(f32, up, i), -limit), limit)
+            store(f32, h, i, (u + one) * g * sigmoid(np.float32(1.702) * g))
     else:
         for i in range(count):
-            g = scratch[gate + i]
-            store(np.float32(0), h, i, g * sigmoid(g) * scratch[up + i])
+            g = load(f32, gate, i)
+            store(f32, h, i, g * sigmoid(g) * load(f32, up, i))
 
 
 @worker
@@ -236,7 +236,7 @@ def _down_work(arguments: Any) -> None:
             for group in range(first, last):
                 d = group * TILE_R
                 w_rows, y_rows = w + (e * D + d) * row_bytes, y + (r * D + d) * 4
-                dot_rows(tag, w_rows, F, min(TILE_R, D - d), h + r * F * 4, F, rows, y_rows, D, 1, F)
+                dot_rows(tag, w_rows, F, min(TILE_R, D - d), h + r * F * 4, F, rows, y_rows, D, F)
             if bias:
                 for m in range(rows):
                     _add(y + ((r + m) * D + d0) * 4, bias + (e * D + d0) * 4, d1 - d0)

@@ -66,7 +66,7 @@ def _work(arguments: Any) -> None:
             for group in range(first, last):
                 n = group * TILE_R
                 dot_rows(
-                    tag, w + n * row_bytes, K, min(TILE_R, N - n), x + t * K * 4, K, rows, y + (t * N + n) * 4, N, 1, K
+                    tag, w + n * row_bytes, K, min(TILE_R, N - n), x + t * K * 4, K, rows, y + (t * N + n) * 4, N, K
                 )
         if bias:
             for t in range(T):

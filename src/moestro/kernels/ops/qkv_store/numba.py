@@ -9,7 +9,7 @@ import torch
 
 from moestro.kernels.facts import Facts
 from moestro.kernels.jit import TAGS, device, float32_address, float32_input, kernel, supports_formats
-from moestro.kernels.memory import fetch_add, item_size, load, load_int64, new_counter, store
+from moestro.kernels.memory import address_of, fetch_add, item_size, keep_alive, load, load_int64, new_counter, store
 from moestro.kernels.ops.attention import PagedBatch
 from moestro.kernels.ops.qkv_store import QKVPlan, bad_slot, check
 from moestro.kernels.pool import POOL, run, worker
@@ -96,59 +96,73 @@ def _tokens(arguments: Any) -> None:
     f32 = np.float32(0)
     T, N, H, Hk, d, dv = sizes
     q_weight, k_weight, norm_q, norm_k, eps = norms
-    row = np.empty(N, np.float32)
+    scratch = np.empty(N, np.float32)
+    row = address_of(scratch)
+    keys, values = row + H * d * 4, row + (H + Hk) * d * 4
     while True:
         t = fetch_add(shared, 1)
         if t >= T:
             break
-        source = qkv + t * N * 4
         for i in range(N):
-            row[i] = load(f32, source, i)
+            store(f32, row, i, load(f32, qkv + t * N * 4, i))
         if q_weight:
             for i in range(0, H * d, norm_q):
-                _norm(row, i, q_weight, norm_q, np.float32(eps))
+                _norm(row + i * 4, q_weight, norm_q, np.float32(eps))
             for i in range(0, Hk * d, norm_k):
-                _norm(row, H * d + i, k_weight, norm_k, np.float32(eps))
+                _norm(keys + i * 4, k_weight, norm_k, np.float32(eps))
         if clip < np.inf:
             for i in range(N):
-                row[i] = min(max(row[i], -clip), clip)
+                store(f32, row, i, min(max(load(f32, row, i), -clip), clip))
         if rope[2]:
             for h in range(H + Hk):
-                _rotate(row, h * d, rope, t)
+                _rotate(row + h * d * 4, rope, t)
         for i in range(H * d):
-            store(f32, q, t * H * d + i, row[i])
+            store(f32, q + t * H * d * 4, i, load(f32, row, i))
         slot = load_int64(slots, t)
         if slot >= 0:
-            _write(tag, row, H * d, d, Hk, k_pages, slot // page_size, slot % page_size)
-            _write(tag, row, (H + Hk) * d, dv, Hk, v_pages, slot // page_size, slot % page_size)
+            _write(tag, keys, d, Hk, k_pages, slot // page_size, slot % page_size)
+            _write(tag, values, dv, Hk, v_pages, slot // page_size, slot % page_size)
+    keep_alive(scratch)
 
 
 @device
-def _norm(row: Any, start: int, weight: int, count: int, eps: np.float32) -> None:
-    total = np.float32(0)
-    for i in range(start, start + count):
-        total += row[i] * row[i]
+def _norm(values: int, weight: int, count: int, eps: np.float32) -> None:
+    f32 = np.float32(0)
+    total = f32
+    for i in range(count):
+        total += load(f32, values, i) * load(f32, values, i)
     factor = np.float32(1) / np.sqrt(total / np.float32(count) + eps)
     for i in range(count):
-        row[start + i] *= factor * load(np.float32(0), weight, i)
+        store(f32, values, i, load(f32, values, i) * factor * load(f32, weight, i))
 
 
 @device
-def _rotate(row: Any, start: int, rope: Any, t: int) -> None:
+def _rotate(head: int, rope: Any, t: int) -> None:
+    f32 = np.float32(0)
     cos, sin, rotary_dim, interleaved = rope
     half = rotary_dim // 2
-    step, other = (2, 1) if interleaved else (1, half)
-    for i in range(half):
-        c, s = load(np.float32(0), cos, t * half + i), load(np.float32(0), sin, t * half + i)
-        a, b = row[start + i * step], row[start + i * step + other]
-        row[start + i * step] = a * c - b * s
-        row[start + i * step + other] = b * c + a * s
+    cos, sin = cos + t * half * 4, sin + t * half * 4
+    if interleaved:
+        for i in range(half):
+            a, b, c, s = load(f32, head, 2 * i), load(f32, head, 2 * i + 1), load(f32, cos, i), load(f32, sin, i)
+            store(f32, head, 2 * i, a * c - b * s)
+            store(f32, head, 2 * i + 1, b * c + a * s)
+    else:
+        back = head + half * 4
+        for i in range(half):
+            a, b, c, s = load(f32, head, i), load(f32, back, i), load(f32, cos, i), load(f32, sin, i)
+            store(f32, head, i, a * c - b * s)
+            store(f32, back, i, b * c + a * s)
 
 
 @device
-def _write(tag: Any, row: Any, start: int, width: int, Hk: int, pages: Any, page: int, offset: int) -> None:
+def _write(tag: Any, rows: int, width: int, Hk: int, pages: Any, page: int, offset: int) -> None:
     base, page_stride, head_stride, token_stride, item_stride = pages
     for h in range(Hk):
         to = base + (page * page_stride + h * head_stride + offset * token_stride) * item_size(tag)
-        for i in range(width):
-            store(tag, to, i * item_stride, row[start + h * width + i])
+        if item_stride == 1:
+            for i in range(width):
+                store(tag, to, i, load(np.float32(0), rows + h * width * 4, i))
+        else:
+            for i in range(width):
+                store(tag, to, i * item_stride, load(np.float32(0), rows + h * width * 4, i))
