@@ -10,9 +10,11 @@ from fastapi import FastAPI, Request
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
+from moestro import __version__
 from moestro.errors import EngineDeadError, RequestError
 from moestro.server import failures
 from moestro.server.access import Access
+from moestro.server.answers import ERRORS, ChatAnswer, CompletionAnswer, answer_of
 from moestro.server.chat import chat, messages_of
 from moestro.server.completion import complete
 from moestro.server.failures import ApiError
@@ -24,7 +26,7 @@ _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 def create_app(service: Service) -> FastAPI:
     """The application around one started service."""
-    app = FastAPI(title="moestro", docs_url=None, redoc_url=None, summary=f"OpenAI-compatible API of {service.name}")
+    app = FastAPI(title="moestro", version=__version__, docs_url=None, redoc_url=None, summary="OpenAI-compatible API")
     failures.install(app)
     app.add_exception_handler(ClientGone, _nobody_listens)
     app.add_middleware(Access, service=service)
@@ -39,11 +41,11 @@ def create_app(service: Service) -> FastAPI:
 
 
 def _add_openai_routes(app: FastAPI, service: Service) -> None:
-    @app.post("/v1/chat/completions", response_class=Response)
+    @app.post("/v1/chat/completions", response_class=Response, responses=answer_of(ChatAnswer))
     async def chat_completions(body: ChatBody, http: Request) -> Response:
         return await chat(service, http, body)
 
-    @app.post("/v1/completions", response_class=Response)
+    @app.post("/v1/completions", response_class=Response, responses=answer_of(CompletionAnswer))
     async def completions(body: CompletionBody, http: Request) -> Response:
         return await complete(service, http, body)
 
@@ -57,18 +59,18 @@ def _add_openai_routes(app: FastAPI, service: Service) -> None:
         "max_model_len": service.info.max_model_len,
     }
 
-    @app.get("/v1/models")
+    @app.get("/v1/models", responses=ERRORS)
     async def models() -> JSONResponse:
         return JSONResponse({"object": "list", "data": [card]})
 
-    @app.get("/v1/models/{name:path}")
+    @app.get("/v1/models/{name:path}", responses=ERRORS)
     async def model(name: str) -> JSONResponse:
         service.check_model(name)
         return JSONResponse(card)
 
 
 def _add_token_routes(app: FastAPI, service: Service) -> None:
-    @app.post("/tokenize")
+    @app.post("/tokenize", responses=ERRORS)
     async def tokenize(body: TokenizeBody) -> JSONResponse:
         service.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
@@ -84,7 +86,7 @@ def _add_token_routes(app: FastAPI, service: Service) -> None:
         limit = service.info.max_model_len
         return JSONResponse({"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": pieces})
 
-    @app.post("/detokenize")
+    @app.post("/detokenize", responses=ERRORS)
     async def detokenize(body: DetokenizeBody) -> JSONResponse:
         service.check_model(body.model)
         service.check_ids(body.tokens, "tokens")
@@ -94,7 +96,7 @@ def _add_token_routes(app: FastAPI, service: Service) -> None:
 
 
 def _add_watching_routes(app: FastAPI, service: Service) -> None:
-    @app.get("/health")
+    @app.get("/health", responses=ERRORS)
     async def health() -> JSONResponse:
         if service.draining:
             raise ApiError(503, "the server is shutting down", code="draining")
@@ -111,7 +113,7 @@ def _add_watching_routes(app: FastAPI, service: Service) -> None:
         page = service.metrics.page(stats, client.ready, client.generation)
         return Response(page, headers={"Content-Type": _METRICS_TYPE})
 
-    @app.get("/moe/loads")
+    @app.get("/moe/loads", responses=ERRORS)
     async def moe_loads(window: str = "total") -> JSONResponse:
         if window != "total":
             raise RequestError(f"window={window[:40]!r} is not there; 'total' is", "window")

@@ -21,13 +21,15 @@ Texts = Annotated[list[str], Field(fail_fast=True)]
 MAX_PROMPTS = 256
 
 # Field -> values that ask for nothing.
-_NOT_IMPLEMENTED: dict[str, tuple[Any, ...]] = {
+NOT_IMPLEMENTED: dict[str, tuple[Any, ...]] = {
     "allowed_token_ids": (None, []),
     "audio": (None,),
     "bad_words": (None, []),
+    "cache_salt": (None,),
     "chat_template": (None,),
     "continue_final_message": (None, False),
     "documents": (None, []),
+    "ec_transfer_params": (None,),
     "function_call": (None, "none", "auto"),
     "functions": (None, []),
     "guided_choice": (None, []),
@@ -37,12 +39,25 @@ _NOT_IMPLEMENTED: dict[str, tuple[Any, ...]] = {
     "kv_transfer_params": (None,),
     "length_penalty": (None, 1, 1.0),
     "logits_processors": (None, []),
+    "logprob_token_ids": (None, []),
+    "media_io_kwargs": (None, {}),
+    "mm_processor_kwargs": (None, {}),
     "modalities": (None, [], ["text"]),
+    "priority": (None, 0),
     "prompt_embeds": (None,),
+    "repetition_detection": (None,),
+    "return_prompt_text": (None, False),
+    "return_token_offsets": (None, False),
     "return_tokens_as_token_ids": (None, False),
+    "routed_experts_prompt_start": (None, 0),
+    "spaces_between_special_tokens": (None, True),
     "suffix": (None, ""),
+    "thinking_token_budget": (None,),
     "truncate_prompt_tokens": (None,),
+    "truncation_side": (None,),
     "use_beam_search": (None, False),
+    "vllm_xargs": (None, {}),
+    "watermarking": (None, False),
     "web_search_options": (None,),
 }
 
@@ -225,7 +240,7 @@ def _bias_id(key: str) -> int:
 
 def _refuse_not_implemented(body: BaseModel) -> None:
     extra = body.model_extra or {}
-    for name, harmless in _NOT_IMPLEMENTED.items():
+    for name, harmless in NOT_IMPLEMENTED.items():
         if name in extra and extra[name] not in harmless:
             instead = "; use structured_outputs" if name.startswith("guided_") else ""
             raise RequestError(f"{name} is not implemented here{instead}", name)
