@@ -11,6 +11,7 @@ import pytest
 from fake_loop import MAX_MODEL_LEN, make_tokenizer
 from serving import Served
 
+from moestro.engine.messages import decode_to_engine
 from moestro.text.tokenizer import byte_level_bytes
 
 
@@ -191,8 +192,10 @@ def test_requests_that_end_by_themselves_send_no_abort(
 ) -> None:
     """C91: aborts of finished requests once were most of the engine's messages."""
     sent: list[object] = []
-    send = served.service.client._send
-    monkeypatch.setattr(served.service.client, "_send", lambda message: (sent.append(message), send(message)))
+    send = served.service.client._send_bytes
+    monkeypatch.setattr(
+        served.service.client, "_send_bytes", lambda data: (sent.append(decode_to_engine(data)), send(data))
+    )
     for stream in (True, False):
         body = {"prompt": ["ab", "cd"], "max_tokens": 2, "n": 2, "stream": stream}
         assert http.post("/v1/completions", json=body).status_code == 200
