@@ -83,7 +83,7 @@ def load_engine(config: EngineConfig, progress: Progress | None = None) -> Engin
     kv = KVPool(spec, resolved.num_pages, config.block_size, resolved.dtype, resolved.device)
     counters = ExpertCounters(placement, resolved.device) if spec.moe_layers else None
     batches = BatchBuilder(config.block_size, resolved.device, max_position=resolved.max_model_len)
-    runner = Runner(decoder, kv, counters, batches, num_threads=resolved.num_threads)
+    runner = Runner(decoder, kv, counters, batches)
     runner.warm_up(resolved.max_num_batched_tokens)
     info = _info(config, folder, spec, resolved, kernels)
     limits = {long_from(layer.attention.rope) for layer in spec.layers} - {None}

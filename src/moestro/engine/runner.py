@@ -12,8 +12,6 @@ from moestro.kv.pool import KVPool
 from moestro.model.decoder import Decoder
 from moestro.moe.events import ExpertCounters
 
-_LARGE_STEP_TOKENS = 24  # from about here on the kernels leave matrix products to torch
-
 
 class Runner:
     """Owns what a step reads and writes on the device."""
@@ -24,24 +22,17 @@ class Runner:
         kv: KVPool,
         counters: ExpertCounters | None,
         batches: BatchBuilder,
-        *,
-        num_threads: int,
     ) -> None:
-        """counters: None for a model without experts. num_threads: for torch's operators in large steps."""
+        """counters: None for a model without experts."""
         self.decoder = decoder
         self.kv = kv
         self.counters = counters
         self.batches = batches
-        self.num_threads = num_threads
         self.steps = 0
 
     def run(self, plan: StepPlan) -> torch.Tensor:
         """Compute a step: logits float32 [R, V], the wanted rows of each scheduled sequence in order."""
         self.steps += 1
-        # Our kernels have threads of their own. What torch does in a small step is too little to share out, and its
-        # OpenMP regions wait for every thread: 7 ms for a maximum over 49,152 logits while another process held one of
-        # two cores.
-        torch.set_num_threads(self.num_threads if plan.num_tokens >= _LARGE_STEP_TOKENS else 1)
         return self.decoder.forward(self.batches.build(plan), self.kv, self.counters)
 
     def warm_up(self, max_tokens: int) -> None:
