@@ -23,6 +23,7 @@ from serving import Served, serve
 
 from moestro.engine.config import EngineConfig
 from moestro.errors import MoestroError
+from moestro.server import app as app_module
 from moestro.server.client import EngineClient
 from moestro.server.config import ServerConfig
 
@@ -71,6 +72,23 @@ def test_a_dead_engine_ends_streams_and_is_started_again(own: Served) -> None:
 
 def _metric(http: httpx.Client, name: str) -> float:
     return next(float(line.split()[-1]) for line in http.get("/metrics").text.splitlines() if line.startswith(name))
+
+
+def test_a_stuck_engine_is_not_healthy(own: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It neither answers nor ends: stopped here, as a driver that hangs would stop it."""
+    monkeypatch.setattr(app_module, "SILENCE_LIMIT_S", 1.0)
+    pid = own.service.client.pid
+    assert pid is not None
+    with own.http() as http:
+        assert http.get("/health").status_code == 200
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            wait_for(lambda: http.get("/health").status_code == 503)
+            assert http.get("/health").json()["error"]["code"] == "engine_stuck"
+            assert http.get("/metrics").status_code == 200
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        wait_for(lambda: http.get("/health").status_code == 200)
 
 
 def test_an_engine_that_keeps_dying_is_given_up(model_folder: Path) -> None:

@@ -21,6 +21,8 @@ from moestro.server.failures import ApiError
 from moestro.server.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from moestro.server.service import ClientGone, Service
 
+# A step of a very large model on slow memory takes tens of seconds; nothing that works is silent for this long.
+SILENCE_LIMIT_S = 300.0
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -102,6 +104,9 @@ def _add_watching_routes(app: FastAPI, service: Service) -> None:
             raise ApiError(503, "the server is shutting down", code="draining")
         if not service.client.ready:
             raise ApiError(503, f"the engine is {service.client.state}", code="engine_unavailable", retry_after_s=5)
+        if service.client.silent_s > SILENCE_LIMIT_S:
+            message = f"the engine has been silent for {service.client.silent_s:.0f} s"
+            raise ApiError(503, message, code="engine_stuck")
         return JSONResponse({"status": "ok"})
 
     @app.get("/metrics", response_class=Response)

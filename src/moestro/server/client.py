@@ -64,6 +64,7 @@ class EngineClient:
         self.state: State = "starting"
         self.stats = NO_STATS
         self.generation = 0
+        self.last_heard_s = time.monotonic()
 
     @property
     def info(self) -> ModelInfo:
@@ -73,6 +74,11 @@ class EngineClient:
     @property
     def ready(self) -> bool:
         return self.state == "ready"
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the engine's last sign of life; it gives one twice a second, and at least after each step."""
+        return time.monotonic() - self.last_heard_s
 
     @property
     def num_open(self) -> int:
@@ -242,6 +248,7 @@ class EngineClient:
             has_ended.cancel()
 
     def _handle(self, message: m.FromEngine) -> None:
+        self.last_heard_s = time.monotonic()
         if isinstance(message, m.Deltas):
             for delta in message.deltas:
                 if (stream := self._open.get(delta.request_id)) is not None:
