@@ -50,21 +50,23 @@ def pool() -> Iterator[Pool]:
 
 
 def test_every_share_is_done_once(pool: Pool) -> None:
-    joined = 0
     for jobs in range(2000):
         seen, entered, workers = _count(pool.address, 50 + jobs % 7)
         assert (seen == 1).all()
         assert workers == 4
         assert 1 <= entered <= 4
-        joined += entered > 1
-    assert joined  # more threads than cores, yet in some of the jobs a helper was there
+
+
+def test_helpers_take_part(pool: Pool) -> None:
+    # More threads than cores, and a busy machine perhaps: so many long jobs that a helper must get its turn in one.
+    assert any(_count(pool.address, 200_000)[1] > 1 for _ in range(1000))
 
 
 def test_helpers_wake_after_sleeping(pool: Pool) -> None:
     _count(pool.address, 10)
     for _ in range(3):
         time.sleep(0.1)  # long enough for all helpers to lie down
-        assert any(_count(pool.address, 200_000)[1] > 1 for _ in range(50))
+        assert any(_count(pool.address, 200_000)[1] > 1 for _ in range(1000))
 
 
 def test_no_pool_and_a_pool_of_one_work_alone() -> None:
