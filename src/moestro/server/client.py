@@ -95,8 +95,8 @@ class EngineClient:
         self._supervisor = asyncio.create_task(self._supervise())
         return self.info
 
-    async def stop(self) -> None:
-        """End the process; open requests end with EngineDeadError."""
+    async def stop(self, at_once: bool = False) -> None:
+        """End the process, at_once without a chance to finish; open requests end with EngineDeadError."""
         was_ready, self.state = self.ready, "stopped"
         if self._supervisor is not None:
             self._supervisor.cancel()
@@ -104,7 +104,7 @@ class EngineClient:
                 await self._supervisor
         self._end_all("the server is stopping")
         self._send(m.Shutdown())
-        await self._clean_up(patience_s=5.0 if was_ready else 0.0)  # while loading, it would not hear us
+        await self._clean_up(patience_s=5.0 if was_ready and not at_once else 0.0)  # while loading, it would not hear us
 
     async def submit(self, request: Request) -> Stream:
         """Hand a request to the engine and wait until it takes it.

@@ -39,6 +39,7 @@ async def _serve(engine_config: EngineConfig, config: ServerConfig, announce: An
     listener = _bind(config)  # before the model loads: a taken port is known at once
     ApiKeys.load(config.api_key, config.api_key_file)  # a file that cannot be read, likewise
     service: Service | None = None
+    server: _Server | None = None
     client = EngineClient(engine_config, make_loop, config)
     try:
         if not await _start_unless_signalled(client):
@@ -52,7 +53,7 @@ async def _serve(engine_config: EngineConfig, config: ServerConfig, announce: An
         await server.serve(sockets=[listener])
         return 130 if server.forced else 0
     finally:
-        await client.stop()
+        await client.stop(at_once=server is not None and server.forced)
         listener.close()
         if service is not None:
             service.close()
