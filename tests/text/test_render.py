@@ -91,3 +91,20 @@ def test_close_ends_it(tmp_path: Path) -> None:
     assert not Path(f"/proc/{pid}").exists()
     with pytest.raises(RequestError, match="stopping"):
         render(renderer, "a")
+
+
+def test_close_does_not_wait_for_a_template_that_loops(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    renderer = TemplateRenderer(tmp_path, time_limit_s=20)
+    renderer.start()
+
+    async def close_meanwhile() -> float:
+        slow = asyncio.create_task(renderer.render([{"role": "user", "content": "loop"}], True, {}))
+        await asyncio.sleep(0.5)
+        started = time.monotonic()
+        renderer.close()
+        with pytest.raises(RequestError):
+            await slow
+        return time.monotonic() - started
+
+    assert asyncio.run(close_meanwhile()) < 10

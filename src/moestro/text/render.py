@@ -9,6 +9,7 @@ import multiprocessing
 import resource
 import signal
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -31,6 +32,8 @@ class TemplateRenderer:
         self._folder = str(folder)
         self._time_limit_s = time_limit_s
         self._lock = threading.Lock()
+        # A thread of its own: conversations that wait for a slow one must not take the threads that others need.
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="template")
         self._process: BaseProcess | None = None
         self._pipe: Connection | None = None
         self._closed = False
@@ -45,12 +48,19 @@ class TemplateRenderer:
         """As ChatTemplate.render. Raises RequestError("messages") also when the template takes too long or too much."""
         assert self.template is not None, "the caller has checked"
         check_kwargs(kwargs)
-        return await asyncio.to_thread(self._render, (messages, add_generation_prompt, kwargs))
+        if self._closed:
+            raise RequestError("the server is stopping", "messages")
+        job = (messages, add_generation_prompt, kwargs)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._render, job)
 
     def close(self) -> None:
+        self._closed = True
+        if (process := self._process) is not None:
+            with contextlib.suppress(ValueError):  # it has ended by itself meanwhile
+                process.kill()  # before the lock, which a conversation that is being rendered holds
         with self._lock:
-            self._closed = True
             self._end()
+        self._thread.shutdown(wait=False)
 
     def _render(self, job: tuple[Any, ...]) -> str:
         with self._lock:
