@@ -66,17 +66,15 @@ class TemplateRenderer:
         with self._lock:
             if self._closed:
                 raise RequestError("the server is stopping", "messages")
-            for attempt in range(2):
-                if self._process is None or not self._process.is_alive():
+            answer = None
+            while answer is None:
+                is_fresh = self._process is None or not self._process.is_alive()
+                if is_fresh:
                     self._launch()
-                    attempt = 1  # a fresh process that ends has ended because of this job
                 answer = self._ask(job)
-                if answer is not None:
-                    break
-                self._end()
-                if attempt == 1:
+                # A process that somebody else has ended gets this job another chance, on a fresh one.
+                if answer is None and (self._end() == -signal.SIGPROF or is_fresh or self._closed):
                     raise self._too_much()
-        assert answer is not None
         text, refusal, field = answer
         if refusal is not None:
             raise RequestError(refusal, field)
@@ -110,7 +108,9 @@ class TemplateRenderer:
         self._process.start()
         theirs.close()
 
-    def _end(self) -> None:
+    def _end(self) -> int | None:
+        """End the process. Returns its exit code, None when there was none."""
+        code = None
         if self._pipe is not None:
             self._pipe.close()
         if self._process is not None:
@@ -118,8 +118,10 @@ class TemplateRenderer:
             if self._process.is_alive():
                 self._process.kill()
                 self._process.join()
+            code = self._process.exitcode
             self._process.close()
         self._process = self._pipe = None
+        return code
 
 
 def _run(pipe: Connection, folder: str, time_limit_s: float) -> None:
