@@ -122,16 +122,15 @@ class EngineLoop:
     def stats(self) -> EngineStats:
         """The present state and all counters."""
         s, pool = self._scheduler.stats, self._pool
-        held = sum(x.num_computed for x in self._scheduler.running)
-        shared = sum(x.num_cached for x in self._scheduler.running)
-        room = pool.num_used * pool.page_size
+        size = pool.page_size
+        empty = sum(len(x.pages) * size - x.num_computed for x in self._scheduler.running)  # shared pages are full
         return EngineStats(
             num_running=len(self._scheduler.running),
             num_waiting=len(self._scheduler.waiting),
             kv_pages_total=pool.num_pages,
             kv_pages_used=pool.num_used,
             kv_usage=pool.num_used / pool.num_pages,
-            kv_waste=max(0.0, 1 - held / room) if room and held > shared else 0.0,
+            kv_waste=empty / (pool.num_used * size) if pool.num_used else 0.0,
             preemptions=s.preemptions,
             prefix_queries=s.prefix_queries,
             prefix_hits=s.prefix_hits,
