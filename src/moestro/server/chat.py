@@ -30,6 +30,7 @@ async def chat(service: Service, http: HttpRequest, body: ChatBody) -> Response:
     if use.active and service.tool_tags_are_special:
         params = msgspec.structs.replace(params, skip_special_tokens=False)
     service.check_params(params)
+    service.check_room(params.n)
     kwargs = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
         kwargs.setdefault("reasoning_effort", body.reasoning_effort)

@@ -104,7 +104,9 @@ class EngineClient:
                 await self._supervisor
         self._end_all("the server is stopping")
         self._send(m.Shutdown())
-        await self._clean_up(patience_s=5.0 if was_ready and not at_once else 0.0)  # while loading, it would not hear us
+        await self._clean_up(
+            patience_s=5.0 if was_ready and not at_once else 0.0
+        )  # while loading, it would not hear us
 
     async def submit(self, request: Request) -> Stream:
         """Hand a request to the engine and wait until it takes it.

@@ -26,6 +26,7 @@ async def complete(service: Service, http: HttpRequest, body: CompletionBody) ->
         raise RequestError("echo with logprobs is not implemented for streaming", "echo")
     params = completion_params(body)
     service.check_params(params)
+    service.check_room(params.n)
     prompts = await _prompts(service, body)
     answer_id = f"cmpl-{uuid4().hex}"
     requests = [Request(f"{answer_id}-{i}", ids, params) for i, ids in enumerate(prompts)]

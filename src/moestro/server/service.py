@@ -138,21 +138,24 @@ class Service:
         if params.stop and self.tokenizer is None:
             raise RequestError("stop needs a tokenizer, which this model has not; use stop_token_ids", "stop")
 
+    def check_room(self, wanted: int) -> None:
+        """Raises ApiError 429 when so many more completions cannot wait. Asked before any work is done, and again when
+        it is: a server that refuses should not have to tokenise first."""
+        if self.client.num_open + wanted <= self._max_open:
+            return
+        if wanted > self._max_open:
+            raise RequestError(
+                f"{wanted} completions in one request are more than the {self._max_open} that can wait", "n"
+            )
+        raise ApiError(429, "too many requests are waiting; try again in a moment", code="queue_full", retry_after_s=1)
+
     async def submit(self, http: HttpRequest, requests: list[Request], form_field: str) -> Generation:
         """Hand all requests of one HTTP request to the engine.
 
         form_field: what the client calls structured outputs, for the engine's complaints about them. Raises ApiError
         429 when too many are waiting and 504 after the time limit, RequestError or EngineDeadError from the engine.
         """
-        wanted = sum(request.params.n for request in requests)
-        if self.client.num_open + wanted > self._max_open:
-            if wanted > self._max_open:
-                raise RequestError(
-                    f"{wanted} completions in one request are more than the {self._max_open} that can wait", "n"
-                )
-            raise ApiError(
-                429, "too many requests are waiting; try again in a moment", code="queue_full", retry_after_s=1
-            )
+        self.check_room(sum(request.params.n for request in requests))
         generation = Generation(self.metrics, http, self.config.request_timeout_s)
         try:
             for request in requests:
