@@ -10,7 +10,7 @@ import typer
 
 def inspect(
     path: Annotated[
-        str, typer.Argument(help="A folder with config.json, such a file itself, a hub id, or 'demo'.")
+        str, typer.Argument(help="A folder with config.json, such a file itself, a hub id, 'demo' or 'demo-dense'.")
     ] = "demo",
     *,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,

@@ -13,7 +13,10 @@ if TYPE_CHECKING:
     from moestro.engine.llm import LLM
 
 Model = Annotated[
-    str, typer.Argument(help="A folder with config.json and safetensors files, a hub id, or 'demo'.", show_default=True)
+    str,
+    typer.Argument(
+        help="A folder with config.json and safetensors files, a hub id, 'demo' or 'demo-dense'.", show_default=True
+    ),
 ]
 
 

@@ -24,7 +24,7 @@ class EngineConfig:
     Raises SettingError for a value that cannot work.
     """
 
-    model: str = _option("demo", "folder with config.json and safetensors, a hub id, or 'demo'")
+    model: str = _option("demo", "folder with config.json and safetensors, a hub id, 'demo' or 'demo-dense'")
     tokenizer: str | None = _option(None, "folder with tokenizer files, when they are not in the model's folder")
     served_model_name: str | None = _option(None, "name of the model in the API; the default is MODEL as given")
     dtype: str = _option("auto", "auto (the checkpoint's), float32, bfloat16 or float16")

@@ -26,9 +26,9 @@ class LLM:
         llm = LLM("demo")
         print(llm.generate("The capital of France is")[0].text)
 
-    model: folder, hub id or "demo". options: the fields of `moestro.EngineConfig`; dtype may be a torch dtype.
-    progress: called with (what, done, total) while loading. Raises a `moestro.MoestroError` that says what is wrong
-    with the model or an option.
+    model: folder, hub id, "demo" or "demo-dense". options: fields of `moestro.EngineConfig`; dtype may be a torch
+    dtype. progress: called with (what, done, total) while loading. Raises a `moestro.MoestroError` that says what is
+    wrong with the model or an option.
     """
 
     def __init__(self, model: str | Path = "demo", *, progress: Progress | None = None, **options: Any) -> None:
