@@ -1,7 +1,7 @@
-"""Decode and prefill speed on the CPU: moestro against transformers and llama.cpp, on the demo model and a random
-Granite-3.0-1B.
+"""Decode and prefill speed on the CPU: moestro against transformers and llama.cpp, on the demo model, its dense
+form (16 experts, all of them chosen) and a random Granite-3.0-1B.
 
-    python benchmarks/cpu_decode.py [--model demo|granite|FOLDER ...] [--peers] [--rounds 3] [--json FILE]
+    python benchmarks/cpu_decode.py [--model demo|demo-dense|granite|FOLDER ...] [--peers] [--rounds 3] [--json FILE]
 
 Each engine runs in a process of its own, one after the other, several rounds over; the best of each is reported, since
 on shared machines the second core comes and goes. Before anything is timed the engines must agree on greedy tokens
@@ -232,7 +232,7 @@ def measure(name: str, args: argparse.Namespace, scratch: Path) -> dict[str, Any
         print(f"{name}: greedy tokens agree for {same} of {len(ours)} ({args.dtype})", file=sys.stderr)
         if same == 0:
             raise SystemExit("the engines do not agree on the first token; their speeds compare nothing")
-        if name == "demo":
+        if name == "demo-dense":
             engines["llama.cpp"] = merge(None, llama_cpp(folder, scratch))
     size = {"bfloat16": 2, "float32": 4}[args.dtype]
     num_bytes, body = touched_bytes(folder, size)
@@ -252,8 +252,8 @@ def measure(name: str, args: argparse.Namespace, scratch: Path) -> dict[str, Any
 
 def table(report: dict[str, Any]) -> str:
     lines = [
-        f"{report['model']} ({report['dtype']}): a token reads {report['touched_mb']:.0f} MB; at {report['read_gbs']:.1f} GB/s "
-        f"the limit is {report['limit_ms']:.1f} ms; float32 GEMM {report['gemm_gflops']:.0f} GFLOP/s",
+        f"{report['model']} ({report['dtype']}): a token reads {report['touched_mb']:.0f} MB; at "
+        f"{report['read_gbs']:.1f} GB/s the limit is {report['limit_ms']:.1f} ms; float32 GEMM {report['gemm_gflops']:.0f} GFLOP/s",
         f"{'engine':14}{'batch':>6}{'ms a step':>11}{'tokens/s':>10}{'of limit':>10}",
     ]
     for engine, result in report["engines"].items():
@@ -270,13 +270,11 @@ def table(report: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", nargs="+", default=["demo", "granite"])
+    parser.add_argument("--model", nargs="+", default=["demo", "demo-dense", "granite"])
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 8])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument(
-        "--peers", action="store_true", help="also measure transformers, and llama.cpp on the demo model"
-    )
+    parser.add_argument("--peers", action="store_true", help="also measure transformers, and llama.cpp on demo-dense")
     parser.add_argument("--scratch", type=Path, default=Path(tempfile.gettempdir()) / "moestro-bench")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--worker", help=argparse.SUPPRESS)

@@ -1,7 +1,7 @@
 """The weight-format seam: a matrix, or one matrix an expert, behind an object that names its format.
 
-Layers and kernels take a `Weight` and look at `format` to choose an implementation; only this package knows the bits. A quantised
-format adds a subclass with its own tensors and an `unpack` that is the reference for all its kernels.
+Layers and kernels take a `Weight` and look at `format` to choose an implementation; only this package knows the bits. A
+quantised format adds a subclass with its own tensors and an `unpack` that is the reference for all its kernels.
 
 N outputs, K inputs, E experts.
 """

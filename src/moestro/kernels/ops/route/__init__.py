@@ -18,7 +18,7 @@ class Route(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Choose top_k experts a token.
 
-        logits_TE, bias_E: float32; the bias takes part in the choice only. T may be 0. Returns ids int32 [T, K] in order of falling
-        selection score, equal scores by rising id, and weights float32 [T, K].
+        logits_TE, bias_E: float32; the bias takes part in the choice only. T may be 0. Returns ids int32 [T, K] in
+        order of falling selection score, equal scores by rising id, and weights float32 [T, K].
         """
         ...

@@ -25,7 +25,9 @@ def route(
 
 
 def top_k_stable(scores_TE: torch.Tensor, k: int) -> torch.Tensor:
-    """Ids [T, k] of the k highest scores, falling; of equal scores the lower id first. torch.topk promises no order of ties."""
+    """Ids [T, k] of the k highest scores, falling; of equal scores the lower id first. torch.topk promises no order of
+    ties.
+    """
     return torch.sort(scores_TE, dim=-1, descending=True, stable=True).indices[:, :k]
 
 
@@ -74,8 +76,9 @@ def _topk_softmax(
 def _sparsemixer(
     logits_TE: torch.Tensor, spec: RouterSpec, bias_E: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Phi-3.5-MoE at inference (arXiv 2310.00811): each of the two choices has its weight from a softmax over the experts whose
-    logit is within 2*jitter_eps, relatively, of the chosen one."""
+    """Phi-3.5-MoE at inference (arXiv 2310.00811): each of the two choices has its weight from a softmax over the
+    experts whose logit is within 2*jitter_eps, relatively, of the chosen one.
+    """
     assert bias_E is None, "sparsemixer has no selection bias"
     first_T1 = top_k_stable(logits_TE, 1)
     rest_TE = logits_TE.scatter(1, first_T1, float("-inf"))
