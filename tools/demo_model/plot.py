@@ -75,10 +75,10 @@ def training(logs: list[Path], dense: dict[str, float]) -> str:
     for path in logs:
         lines = [json.loads(line) for line in path.read_text().splitlines()]
         runs.append((path.stem, [(x["seconds"] / 60, x["held_out"]) for x in lines if "held_out" in x]))
-    panel, height, low, high, minutes = 250, 230, 0.9, 1.5, 15.0
+    panel, height, low, high, minutes = 240, 230, 0.9, 1.5, 15.0
     parts = []
     for i, (domain, perplexity) in enumerate(dense.items()):
-        left = 45 + i * (panel + 25)
+        left = 45 + i * (panel + 60)
 
         def at(x: float, y: float, left: float = left) -> tuple[float, float]:
             return left + x / minutes * panel, 30 + (high - min(y, high)) / (high - low) * (height - 70)
@@ -97,7 +97,7 @@ def training(logs: list[Path], dense: dict[str, float]) -> str:
             parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.5" fill="{colour}"/>' for x, y in places]
             parts.append(f'<text x="{places[-1][0] + 5:.1f}" y="{places[-1][1] - 5:.1f}" fill="{colour}">{name}</text>')
     parts.append(f'<text x="45" y="{height - 6}">minutes of training; perplexity over the dense model\'s</text>')
-    return _svg(45 + len(dense) * (panel + 25) + 15, height, parts)
+    return _svg(45 + len(dense) * (panel + 60) + 15, height, parts)
 
 
 def _svg(width: int, height: int, parts: list[str]) -> str:
