@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import os
 import signal
 import socket
 import subprocess
@@ -213,6 +214,25 @@ def test_a_full_disk_for_logs_does_no_harm(tmp_path: Path) -> None:
     finally:
         process.kill()
         process.wait()
+
+
+def test_a_pipe_that_nobody_reads_stops_nobody() -> None:
+    """The log of a server whose stderr goes to a pipe that is full."""
+    read, write = os.pipe()
+    setup_logging("info", "text")
+    handler = logger.handlers[0]
+    assert isinstance(handler, logging.StreamHandler)
+    with os.fdopen(write, "w") as pipe:
+        handler.setStream(pipe)
+        started = time.monotonic()
+        for _ in range(3000):  # three times what a pipe holds, and less than waits in memory
+            logger.info("x" * 64)
+        assert time.monotonic() - started < 5
+        lines = b""
+        while lines.count(b"\n") < 3000:
+            lines += os.read(read, 1 << 16)
+        handler.setStream(io.StringIO())
+    os.close(read)
 
 
 def test_a_span_a_request(keyed: Served, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from moestro.errors import CheckpointError, ConfigError, MoestroError, RequestError, SettingError
-from moestro.logs import setup_logging
+from moestro.logs import flush_logs, setup_logging
 from moestro.settings import log_level
 
 _USERS_INPUT = (CheckpointError, ConfigError, RequestError, SettingError)
@@ -40,5 +40,6 @@ def guarded(command: Callable[..., None]) -> Callable[..., None]:
 
 def fail(message: str, code: int) -> None:
     """Say one line on stderr and end."""
+    flush_logs()
     print(f"error: {' '.join(message.split())}", file=sys.stderr)
     raise SystemExit(code)

@@ -21,7 +21,7 @@ from moestro.engine.config import EngineConfig
 from moestro.engine.request import Delta, Request
 from moestro.engine.stats import EngineStats, ModelInfo
 from moestro.errors import CapacityError, MoestroError, RequestError
-from moestro.logs import logger, setup_logging
+from moestro.logs import flush_logs, logger, setup_logging
 
 STATS_INTERVAL_S = 0.5
 PROGRESS_INTERVAL_S = 2.0
@@ -95,6 +95,7 @@ def _fail(socket: zmq.Socket[bytes], context: zmq.Context[zmq.Socket[bytes]], me
     socket.send(m.encode(m.Failed(message)))
     socket.close()
     context.term()
+    flush_logs()  # a process that multiprocessing has started ends without the usual goodbyes
     raise SystemExit(1)
 
 
