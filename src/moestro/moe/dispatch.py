@@ -54,12 +54,16 @@ class LocalDispatch:
     def dispatch(self, x_TD: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, DispatchMeta]:
         ids_TK = routing.ids_TK if self.slot_E is None else self._to_slots(routing.ids_TK, self.slot_E)
         offsets_E1, order_R = self.sort(ids_TK, self.num_slots)
-        top_k = ids_TK.shape[1]
-        x_RD = x_TD.index_select(0, order_R if top_k == 1 else order_R // top_k)
-        return x_RD, DispatchMeta(offsets_E1, order_R, routing.weights_TK)
+        return self._rows(x_TD, order_R, ids_TK.shape[1]), DispatchMeta(offsets_E1, order_R, routing.weights_TK)
 
     def combine(self, y_RD: torch.Tensor, meta: DispatchMeta) -> torch.Tensor:
         return self.combine_kernel(y_RD, meta.order_R, meta.weights_TK, meta.weights_TK.shape[0])
+
+    @staticmethod
+    def _rows(x_TD: torch.Tensor, order_R: torch.Tensor, top_k: int) -> torch.Tensor:
+        if x_TD.shape[0] == 1:  # one token decodes: its row, as often as it is chosen
+            return x_TD.expand(order_R.shape[0], -1).contiguous()
+        return x_TD.index_select(0, order_R // top_k)
 
     @staticmethod
     def _to_slots(ids_TK: torch.Tensor, slot_E: torch.Tensor) -> torch.Tensor:
