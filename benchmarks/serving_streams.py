@@ -23,7 +23,7 @@ from moestro.bench.client import Outcome, Server
 from moestro.bench.summary import quantiles
 from served import ServerProcess, served, write_result, write_tiny
 
-NUM_GOOD, NUM_SLOW, NUM_VANISHING = 160, 20, 20
+NUM_GOOD, NUM_SLOW, NUM_VANISHING = 180, 10, 10
 MAX_TOKENS = 150
 OPTIONS = ("--max-num-seqs", "256", "--max-model-len", "512", "--num-threads", "1", "--kv-memory", "64MB")
 

@@ -2,10 +2,10 @@
 
     python benchmarks/serving_trace.py TRACE.csv [--minutes 10] [--model demo]
 
-The trace's arrivals are kept; its lengths shrink until half of what the machine can do is asked for. Each answer is
-compared with what `LLM` gives for the same prompt offline, token for token as text. The second run compresses the
-same requests into less time, to twice what the machine can do: the server must refuse what it cannot take, answer what
-it took, and keep its memory.
+The trace's arrivals are kept; its lengths shrink until a third of what the machine can do is asked for, which leaves
+room for other work on it. Each answer is compared with what `LLM` gives for the same prompt offline, as text. The
+second run compresses the same requests into less time, to twice what the machine can do: the server must refuse what it
+cannot take, answer what it took, and keep its memory.
 """
 
 from __future__ import annotations
@@ -31,8 +31,18 @@ from moestro.bench.summary import summarize, timeline
 from served import ServerProcess, served, write_result
 
 FIRST_LENGTH_SCALE = 0.05
-SUSTAINED_SHARE = 0.5
-OPTIONS = ("--max-num-seqs", "32", "--max-queue", "64", "--max-model-len", "2048", "--no-access-log")
+SUSTAINED_SHARE = 0.3
+OPTIONS = (
+    "--max-num-seqs",
+    "32",
+    "--max-queue",
+    "128",
+    "--kv-memory",
+    "512MiB",
+    "--max-model-len",
+    "2048",
+    "--no-access-log",
+)
 
 
 def main() -> None:

@@ -15,7 +15,8 @@ def _option(default: Any, help: str) -> Any:
 @dataclass(frozen=True, kw_only=True)
 class BenchConfig:
     """Raises SettingError for a value that cannot work. At most one of trace, rate and concurrency; concurrency 8 when
-    there is none."""
+    there is none.
+    """
 
     model: str | None = _option(None, "model to ask for; the first that the server lists when not given")
     endpoint: str = _option("completions", "completions or chat")

@@ -23,7 +23,8 @@ _WORDS = _WORD_LIST.split()
 @dataclass(frozen=True)
 class PromptMaker:
     """tokens_a_word, extra_tokens: of the server's tokenizer, as `calibrated` found them. block_scale: how much shorter
-    a trace's shared blocks are than in the trace."""
+    a trace's shared blocks are than in the trace.
+    """
 
     seed: int
     tokens_a_word: float = 1.0

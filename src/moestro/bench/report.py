@@ -94,10 +94,14 @@ def _plot(title: str, x_name: str, y_name: str, series: dict[str, list[tuple[flo
             continue
         color = colors[place % len(colors)]
         legend.append(f"<tspan fill='{color}'>● {html.escape(name)} </tspan>")
-        for x, y in line:
-            left = _LEFT + (_WIDTH - _LEFT - 10) * x / x_max
-            top = (_HEIGHT - _BOTTOM) - (_HEIGHT - _BOTTOM - 14) * y / y_max
-            dots.append(f"<circle cx='{left:.1f}' cy='{top:.1f}' r='1.8' fill='{color}' fill-opacity='.6'/>")
+        places = {
+            (
+                round(_LEFT + (_WIDTH - _LEFT - 10) * x / x_max),
+                round((_HEIGHT - _BOTTOM) - (_HEIGHT - _BOTTOM - 14) * y / y_max),
+            )
+            for x, y in line
+        }  # thousands of requests fall on the same points
+        dots += [f"<circle cx='{x}' cy='{y}' r='1.8' fill='{color}' fill-opacity='.6'/>" for x, y in sorted(places)]
     base = _HEIGHT - _BOTTOM
     axes = (
         f"<path class=axis d='M{_LEFT} 10V{base}H{_WIDTH - 8}' stroke='#999' fill='none'/>"

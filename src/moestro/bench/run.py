@@ -39,7 +39,8 @@ class Run:
 
 async def run_bench(url: str, config: BenchConfig, api_key: str | None = None, progress: Progress | None = None) -> Run:
     """Run the load test. Raises SettingError for options or a trace that cannot be used, MoestroError when the server
-    does not answer the warm-up."""
+    does not answer the warm-up.
+    """
     server = Server(url, api_key, config.timeout_s)
     plan = planned(config)
     model = config.model or await _first_model(server, url)

@@ -25,7 +25,8 @@ def quantiles(values: list[float]) -> dict[str, float] | None:
 
 def summarize(run: Run, overhead: dict[str, Any] | None = None) -> dict[str, Any]:
     """A JSON-ready account of a run. Latencies are those of good answers; itl_ms is of single gaps between events with
-    text, tpot_ms the mean time a token of one answer after its first."""
+    text, tpot_ms the mean time a token of one answer after its first.
+    """
     good = [o for o in run.outcomes if o.error is None]
     seconds = max(run.ended_s - run.started_s, 1e-9)
     within = [o for o in good if _is_within(o, run)]

@@ -140,7 +140,8 @@ class Service:
 
     def check_room(self, wanted: int) -> None:
         """Raises ApiError 429 when so many more completions cannot wait. Asked before any work is done, and again when
-        it is: a server that refuses should not have to tokenise first."""
+        it is: a server that refuses should not have to tokenise first.
+        """
         if self.client.num_open + wanted <= self._max_open:
             return
         if wanted > self._max_open:
