@@ -141,7 +141,14 @@ def _account(run: Run, answers: list[str]) -> dict[str, Any]:
         return f"refused with {outcome.status}" if outcome.status in (429, 503) else f"lost: {outcome.error}"
 
     refused_without_retry = sum(o.status in (429, 503) and o.retry_after is None for o in run.outcomes)
-    return {"became": dict(Counter(map(kind, run.outcomes))), "refused_without_retry_after": refused_without_retry}
+    wrong = [
+        {"number": o.number, "served": o.text, "offline": answers[o.number]} for o in run.outcomes if kind(o) == "wrong"
+    ]
+    return {
+        "became": dict(Counter(map(kind, run.outcomes))),
+        "wrong": wrong[:20],
+        "refused_without_retry_after": refused_without_retry,
+    }
 
 
 def _offline(model: str, config: BenchConfig) -> list[str]:

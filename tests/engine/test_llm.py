@@ -205,3 +205,22 @@ def test_choices_can_be_printed(llm: LLM) -> None:
     assert {op for op, _, _ in llm.info.kernels} >= {"linear", "experts_mlp", "route", "paged_attention"}
     assert all(reason for _, _, reason in llm.info.kernels)
     assert {name for name, _, _ in llm.info.decisions} >= {"dtype", "max_model_len", "kv_memory", "num_threads"}
+
+
+def test_streams_side_by_side_keep_their_own(llm: LLM) -> None:
+    alone = [[t for d in llm.stream(p, GREEDY) for t in d.token_ids] for p in ([5, 6, 7], [9, 10, 11])]
+    first, second = llm.stream([5, 6, 7], GREEDY), llm.stream([9, 10, 11], GREEDY)
+    both: list[list[int]] = [[], []]
+    for a, b in zip(first, second, strict=True):
+        both[0] += a.token_ids
+        both[1] += b.token_ids
+    assert both == alone
+    third = llm.stream([5, 6, 7], GREEDY)
+    start = next(third).token_ids
+    assert llm.generate([9, 10, 11], GREEDY)[0].token_ids == alone[1]
+    assert start + [t for d in third for t in d.token_ids] == alone[0]
+
+
+def test_a_tokenizer_that_is_not_there_is_named(tiny: Path) -> None:
+    with pytest.raises(SettingError, match="/nope"):
+        LLM(tiny, tokenizer="/nope")

@@ -149,3 +149,20 @@ def test_wrong_values_name_their_field(field: str, value: object) -> None:
     with pytest.raises(RequestError, match=field) as caught:
         SamplingParams(**{field: value})  # type: ignore[arg-type]
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize("params", [{"temperature": 1e-40}, {"top_p": 1e-46}, {"temperature": 1e-300, "top_p": 0.5}])
+def test_values_too_small_for_float32_are_greedy(params: dict[str, float]) -> None:
+    assert choose([0.1, 2.0, 1.0, -3.0], row(seed=1, **({"temperature": 1.0} | params))) == 1
+
+
+@pytest.mark.parametrize("field", ["n", "top_k", "seed", "min_tokens", "max_tokens", "logprobs", "prompt_logprobs"])
+def test_whole_numbers_are_whole(field: str) -> None:
+    with pytest.raises(RequestError, match="whole number"):
+        SamplingParams(**{field: 2.5})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("field", ["stop", "stop_token_ids", "logit_bias"])
+def test_lists_are_lists(field: str) -> None:
+    with pytest.raises(RequestError, match=field):
+        SamplingParams(**{field: 5})  # type: ignore[arg-type]

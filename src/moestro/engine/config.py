@@ -68,7 +68,7 @@ class EngineConfig:
 
     @classmethod
     def from_options(cls, **options: Any) -> EngineConfig:
-        """Build from keywords; a name that does not exist is refused with the nearest one that does."""
+        """Build from keywords; a name that does not exist is refused with those that do."""
         known = [f.name for f in fields(cls)]
         for name in options:
             if name not in known:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ class LLM:
             options["dtype"] = str(dtype).removeprefix("torch.")
         self._loop = EngineLoop(EngineConfig.from_options(model=str(model), **options), progress)
         self._ids = (f"llm-{i}" for i in itertools.count())
+        self._inboxes: dict[str, deque[Delta]] = {}
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -98,14 +100,25 @@ class LLM:
         return Request(next(self._ids), ids, params)
 
     def _run(self, requests: list[Request]) -> Iterator[Delta]:
+        """Deltas of these requests. A step serves all that are open; what belongs to others waits for them."""
+        inbox: deque[Delta] = deque()
+        to_come = {(r.request_id, index) for r in requests for index in range(r.params.n)}
         try:
             for request in requests:
                 self._loop.add(request)
-            while self._loop.has_work:
-                yield from self._loop.step()
+                self._inboxes[request.request_id] = inbox
+            while to_come:
+                while not inbox:
+                    for delta in self._loop.step():
+                        self._inboxes[delta.request_id].append(delta)
+                delta = inbox.popleft()
+                if delta.finish_reason is not None:
+                    to_come.discard((delta.request_id, delta.index))
+                yield delta
         finally:
             for request in requests:
                 self._loop.abort(request.request_id)
+                self._inboxes.pop(request.request_id, None)
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -16,7 +16,7 @@ from moestro.engine.config import EngineConfig
 from moestro.engine.resolve import Resolved, resolve
 from moestro.engine.runner import Runner
 from moestro.engine.stats import ModelInfo
-from moestro.errors import ConfigError
+from moestro.errors import ConfigError, SettingError
 from moestro.kernels import threads
 from moestro.kernels.select import KernelSelector
 from moestro.kv.pool import KVPool
@@ -64,6 +64,8 @@ def load_engine(config: EngineConfig, progress: Progress | None = None) -> Engin
     plan = plan_assembly(spec, names_of(spec), read_index(folder))
     tokenizer_folder = Path(config.tokenizer) if config.tokenizer else folder
     tokenizer = Tokenizer.load(tokenizer_folder)
+    if config.tokenizer and tokenizer is None:
+        raise SettingError(f"tokenizer={config.tokenizer!r} is not a folder with a tokenizer.json")
     resolved = resolve(config, spec, num_params=sum(t.size for t in plan.tensors.values()))
     threads.setup(resolved.num_threads)
     kernels = KernelSelector(resolved.device.type, config.kernels)

@@ -64,16 +64,20 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):  # msgspec does not check types when a struct is built in Python
             msgspec.structs.force_setattr(self, "stop", [self.stop])
+        for field in ("n", "top_k", "seed", "min_tokens", "max_tokens", "logprobs", "prompt_logprobs"):
+            value = getattr(self, field)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+                raise RequestError(f"{field}={value!r} must be a whole number", field)
+        for field, kind in (("stop", list), ("stop_token_ids", list), ("logit_bias", dict)):
+            if not isinstance(getattr(self, field), kind):
+                raise RequestError(f"{field}={getattr(self, field)!r} must be a {kind.__name__}", field)
         self._within("n", self.n, 1, MAX_N)
         self._within("temperature", self.temperature, 0, 100)
         if not 0 < _number("top_p", self.top_p) <= 1:
             raise RequestError(f"top_p={self.top_p} must be greater than 0 and at most 1", "top_p")
         self._within("top_k", self.top_k, -1, MAX_INT)
         self._within("min_p", self.min_p, 0, 1)
-        if _number("repetition_penalty", self.repetition_penalty) <= 0:
-            raise RequestError(
-                f"repetition_penalty={self.repetition_penalty} must be greater than 0", "repetition_penalty"
-            )
+        self._within("repetition_penalty", self.repetition_penalty, 0.01, 100)
         self._within("presence_penalty", self.presence_penalty, -2, 2)
         self._within("frequency_penalty", self.frequency_penalty, -2, 2)
         if self.seed is not None:
@@ -168,7 +172,10 @@ class Delta(msgspec.Struct):
 
 
 class Completion(msgspec.Struct):
-    """One finished continuation. logprobs: one entry a token when they were asked for, else None."""
+    """One finished continuation. logprobs: one entry a token when they were asked for, else None.
+
+    error: why, when finish_reason is "error".
+    """
 
     index: int
     text: str = ""
@@ -176,6 +183,7 @@ class Completion(msgspec.Struct):
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     logprobs: list[PositionLogprobs] | None = None
+    error: str | None = None
 
 
 class GenerationResult(msgspec.Struct):
@@ -212,6 +220,7 @@ class GenerationResult(msgspec.Struct):
             completion.logprobs = [*(completion.logprobs or []), *delta.logprobs]
         if delta.finish_reason is not None:
             completion.finish_reason, completion.stop_reason = delta.finish_reason, delta.stop_reason
+            completion.error = delta.error
         if delta.prompt_logprobs is not None:
             self.prompt_logprobs = delta.prompt_logprobs
         self.num_cached_tokens = max(self.num_cached_tokens, delta.num_cached_tokens)

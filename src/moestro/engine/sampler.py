@@ -55,7 +55,9 @@ def sample(logits_RV: torch.Tensor, sequences: list[Sequence], grammars: Grammar
     failed = _constrain_(logits_RV, sequences, grammars or {})
     token_ids = torch.argmax(logits_RV, dim=-1)
     highest = logits_RV.gather(1, token_ids[:, None]).squeeze(1).tolist()
-    failed |= {row: NOT_A_NUMBER for row, value in enumerate(highest) if math.isnan(value)}  # argmax finds NaN first
+    failed |= {
+        row: NOT_A_NUMBER for row, value in enumerate(highest) if not math.isfinite(value)
+    }  # argmax finds NaN first
     random = [r for r, s in enumerate(sequences) if s.request.params.temperature > 0]
     if random:
         index = torch.tensor(random, device=logits_RV.device)
@@ -122,8 +124,10 @@ def _constrain_(logits_RV: torch.Tensor, sequences: list[Sequence], grammars: Gr
 def _draw(logits_RV: torch.Tensor, sequences: list[Sequence]) -> torch.Tensor:
     params = [s.request.params for s in sequences]
     device = logits_RV.device
-    temperature_R1 = torch.tensor([[p.temperature] for p in params], device=device)
-    probs_RV = torch.softmax(logits_RV / temperature_R1, dim=-1)
+    # Below this the likeliest token has all the probability, and float32 would soon divide by zero.
+    temperature_R1 = torch.tensor([[max(p.temperature, 1e-6)] for p in params], device=device)
+    highest_R1 = logits_RV.amax(dim=-1, keepdim=True)
+    probs_RV = torch.softmax((logits_RV - highest_R1) / temperature_R1, dim=-1)
     for row, p in enumerate(params):
         if _truncates(p, probs_RV.shape[1]):
             probs_RV[row] = _truncate(probs_RV[row], p)
@@ -154,6 +158,7 @@ def _truncate(probs_V: torch.Tensor, params: SamplingParams) -> torch.Tensor:
         keep &= values.cumsum(0) - values < params.top_p * total
     if params.min_p > 0:
         keep &= values >= params.min_p * values[0]
+    keep[0] = True  # whatever the parameters, the likeliest token is left
     kept = torch.zeros_like(probs_V)
     kept[ids[keep]] = values[keep]
     return kept

@@ -168,6 +168,8 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_bytes())
     except FileNotFoundError:
         return {}
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
     except ValueError as error:  # JSONDecodeError and UnicodeDecodeError both are
         raise CheckpointError(f"{path} is not JSON: {error}") from None
     if not isinstance(value, dict):
