@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import asdict
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 from moestro.bench.client import Outcome
@@ -36,7 +37,7 @@ def summarize(run: Run, overhead: dict[str, Any] | None = None) -> dict[str, Any
     return {
         "url": run.url,
         "model": run.model,
-        "options": asdict(run.config),
+        "options": asdict(run.config) | {"trace": Path(run.config.trace).name if run.config.trace else None},
         "fields_sent": run.extras,
         "duration_s": seconds,
         "requests": len(run.outcomes),
