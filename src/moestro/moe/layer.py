@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from moestro.kernels.ops.route import Route
+from moestro.kernels.ops.route.reference import sigmoid
 from moestro.layers.linear import Linear
 from moestro.layers.mlp import GatedMLP
 from moestro.moe.dispatch import Dispatch
@@ -48,6 +49,6 @@ class MoELayer:
         if self.shared is not None:
             shared_TD = self.shared(x_TD)
             if self.shared_gate is not None:
-                shared_TD = shared_TD * torch.sigmoid(self.shared_gate(x_TD))
+                shared_TD = shared_TD * sigmoid(self.shared_gate(x_TD)).to(shared_TD.dtype)
             out_TD = out_TD + shared_TD
         return out_TD

@@ -13,6 +13,7 @@ import torch
 from moestro.kernels.facts import Facts
 from moestro.kernels.jit import device, float32_address, float32_input, kernel, supports_formats
 from moestro.kernels.memory import fetch_add, load, new_counter, store, store_int32
+from moestro.kernels.ops.route.reference import sigmoid
 from moestro.kernels.pool import POOL, run, worker
 from moestro.kernels.scalar import exp
 from moestro.spec.fields import RouterSpec
@@ -36,7 +37,7 @@ def route(
     if spec.scoring == "softmax":
         scores_TE = torch.softmax(scores_TE, dim=-1)
     elif spec.scoring == "sigmoid":
-        scores_TE = torch.sigmoid(scores_TE)
+        scores_TE = sigmoid(scores_TE)
     T, E = scores_TE.shape
     assert spec.num_experts == E, (E, spec.num_experts)
     assert bias_E is None or bias_E.shape == (E,), bias_E.shape

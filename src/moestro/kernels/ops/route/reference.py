@@ -24,6 +24,15 @@ def route(
     return ids.to(torch.int32), weights * spec.routed_scaling_factor
 
 
+def sigmoid(x: torch.Tensor) -> torch.Tensor:
+    """Elementwise sigmoid, worked out in float64 and rounded to float32, so that equal inputs give equal outputs.
+
+    torch's float32 sigmoid rounds the last few of many numbers in another way than the others: a token's experts would
+    depend on its place in the batch.
+    """
+    return torch.sigmoid(x.double()).float()
+
+
 def top_k_stable(scores_TE: torch.Tensor, k: int) -> torch.Tensor:
     """Ids [T, k] of the k highest scores, falling; of equal scores the lower id first. torch.topk promises no order of
     ties.
@@ -40,7 +49,7 @@ def _softmax(
 def _sigmoid(
     logits_TE: torch.Tensor, spec: RouterSpec, bias_E: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return _choose(torch.sigmoid(logits_TE), spec, bias_E)
+    return _choose(sigmoid(logits_TE), spec, bias_E)
 
 
 def _choose(
