@@ -32,8 +32,9 @@ _TABLE = (
     Variable("MOESTRO_CACHE", Path, None, "folder for the demo model and compiled kernels (~/.cache/moestro)"),
     Variable("MOESTRO_LOG_LEVEL", str, "info", "debug, info, warning or error"),
     Variable("MOESTRO_NUM_THREADS", _positive_int, None, "CPU threads for kernels (all cores of this process)"),
-    Variable("MOESTRO_KERNELS", str, None, "implementation to prefer in kernels/select: reference, numba"),
+    Variable("MOESTRO_KERNELS", str, None, "implementation to prefer in kernels/select: reference, numba, triton"),
     Variable("MOESTRO_DEMO_GGUF", Path, None, "a SmolLM2-135M-Instruct GGUF on disk, used in place of a download"),
+    Variable("TRITON_INTERPRET", str, "0", "1 runs Triton's kernels on the CPU, to check them; Triton reads it too"),
     Variable("MOESTRO_API_KEY", str, None, "key that clients of `moestro serve` must send, as --api-key"),
     Variable("MOESTRO_API_KEY_FILE", str, None, "file with keys, one a line, as --api-key-file"),
 )
@@ -76,6 +77,10 @@ def num_threads() -> int:
 def preferred_kernels() -> str | None:
     value: str | None = _read("MOESTRO_KERNELS")
     return value
+
+
+def triton_interpreter() -> bool:
+    return bool(_read("TRITON_INTERPRET") == "1")
 
 
 def demo_gguf() -> Path | None:

@@ -185,7 +185,7 @@ def test_bad_options_are_named(tiny: Path, tmp_path: Path) -> None:
         LLM(tiny, max_model_len=100_000)
     with pytest.raises(CapacityError, match=r"fewer than one sequence .* raise --kv-memory"):
         LLM(tiny, max_model_len=512, kv_memory="64KiB")
-    with pytest.raises(CapacityError, match="do not fit"):
+    with pytest.raises(CapacityError, match="does not fit"):
         LLM(tiny, kv_memory="100000GiB")
     with pytest.raises(CheckpointError, match="neither a folder"):
         LLM(tmp_path / "nothing here")
@@ -202,7 +202,7 @@ def test_expert_loads_count_what_was_computed(tiny: Path) -> None:
 
 
 def test_choices_can_be_printed(llm: LLM) -> None:
-    assert {op for op, _, _ in llm.info.kernels} >= {"linear", "experts_mlp", "route", "paged_attention"}
+    assert {op for op, _, _ in llm.info.kernels} >= {"linear", "experts_mlp", "route", "attend"}
     assert all(reason for _, _, reason in llm.info.kernels)
     assert {name for name, _, _ in llm.info.decisions} >= {"dtype", "max_model_len", "kv_memory", "num_threads"}
 

@@ -15,7 +15,6 @@ from moestro.errors import KernelError
 from moestro.kernels import ops, select
 from moestro.kernels.facts import Facts
 from moestro.kernels.select import KernelSelector
-from moestro.kernels.warmup import warm_up
 
 CPU = Facts("cpu", "bfloat16", torch.float32)
 
@@ -87,8 +86,12 @@ def test_every_op_has_a_reference_and_every_folder_is_listed() -> None:
         assert callable(getattr(importlib.import_module(f"moestro.kernels.ops.{folder}.reference"), op))
 
 
-def test_every_op_runs_on_numba_for_plain_formats() -> None:
+@pytest.mark.parametrize("weights", ["float32", "bfloat16"])
+def test_every_op_of_a_model_on_the_cpu_has_a_compiled_implementation(weights: str) -> None:
     kernels = KernelSelector("cpu", "numba")
-    for weights in ("float32", "bfloat16"):
-        assert warm_up(kernels, [weights], weights) > 0
-    assert {line["op"] for line in kernels.report()} == set(select._FOLDERS)
+    for op in set(select._FOLDERS) - {"routed_mlp"}:  # the CPU sorts rows by expert instead
+        takes_weights = op in ("linear", "linear_parts", "gated_mlp", "experts_mlp")
+        takes_pages = op in ("qkv_store", "paged_attention", "attend", "latent_store")
+        assert callable(
+            kernels.choose(op, Facts("cpu", weights if takes_weights or takes_pages else "", torch.float32))
+        )

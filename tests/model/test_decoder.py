@@ -72,6 +72,7 @@ def test_padding_rows_write_nothing_and_change_nothing(engine: Engine) -> None:
         token_ids_T=torch.cat([step.token_ids_T, torch.zeros(pad, dtype=torch.int64)]),
         rope_rows_T=torch.cat([step.rope_rows_T, torch.zeros(pad, dtype=torch.int64)]),
         batch=batch,
+        has_padding=True,
     )
     assert torch.allclose(run(engine, padded), expected, atol=1e-5)
     for page, before in zip(engine.runner.kv.layers, pages, strict=True):
@@ -83,7 +84,7 @@ def test_c09_nothing_after_the_router_is_promoted(engine: Engine) -> None:
     assert all(page.k.dtype == torch.bfloat16 for page in kv.layers)
     layer = next(x for x in engine.runner.decoder.layers if hasattr(x.mlp, "router"))
     x = torch.zeros(2, engine.spec.width)
-    assert layer.mlp(x, 2, None).dtype == x.dtype
+    assert layer.mlp(x, layer.mlp.router(x, torch.float32), None, None).dtype == x.dtype
 
 
 @pytest.mark.parametrize("family", ["mixtral", "deepseek_v2", "phimoe"])

@@ -11,11 +11,12 @@ import torch
 from moestro.errors import SettingError
 from moestro.kernels.ops.experts import ExpertWeights
 from moestro.kernels.select import KernelSelector
+from moestro.kernels.summands import total
 from moestro.layers.linear import Linear
 from moestro.layers.mlp import GatedMLP
 from moestro.moe.dispatch import LocalDispatch
 from moestro.moe.events import ExpertCounters, RoutingEvent
-from moestro.moe.experts import Experts
+from moestro.moe.experts import SortedExperts
 from moestro.moe.layer import MoELayer
 from moestro.moe.placement import Placement
 from moestro.moe.router import Routing
@@ -49,13 +50,19 @@ def make_layer(kernels: str, placement: Placement | None = None) -> tuple[MoELay
         SPEC.router,
         Linear.build(Weight(w["router"]), None, selector, dtype),
         None,
+        selector.add_rms_norm_logits_(dtype),
         selector.route(),
-        LocalDispatch(0, placement, selector, dtype),
-        Experts(SPEC, store, selector, dtype),
+        SortedExperts(SPEC, LocalDispatch(0, placement, selector, dtype), store, selector, dtype),
         GatedMLP.build(Weight(w["shared_gate_up"]), Weight(w["shared_down"]), "swiglu", None, selector, dtype),
         Linear.build(Weight(w["shared_gate"]), None, selector, dtype),
     )
     return layer, w
+
+
+def run(
+    layer: MoELayer, x_TD: torch.Tensor, slots_T: torch.Tensor | None = None, events: ExpertCounters | None = None
+) -> torch.Tensor:
+    return total(layer(x_TD, layer.router(x_TD, torch.float32), slots_T, events), x_TD.dtype)
 
 
 def mlp(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
@@ -80,7 +87,7 @@ def plain(x_TD: torch.Tensor, w: dict[str, torch.Tensor]) -> torch.Tensor:
 def test_equals_a_plain_loop(kernels: str, num_tokens: int) -> None:
     layer, w = make_layer(kernels)
     x = rand(num_tokens, D, seed=7)
-    out = layer(x, num_tokens, None)
+    out = run(layer, x)
     assert out.dtype == x.dtype
     assert torch.allclose(out, plain(x, w), rtol=1e-4, atol=1e-3)
 
@@ -88,18 +95,18 @@ def test_equals_a_plain_loop(kernels: str, num_tokens: int) -> None:
 @pytest.mark.parametrize("kernels", ["reference", "numba"])
 def test_copies_and_any_order_of_slots_change_nothing(kernels: str) -> None:
     x = rand(9, D, seed=8)
-    expected = make_layer(kernels)[0](x, 9, None)
+    expected = run(make_layer(kernels)[0], x)
     moved = Placement(E, ((4, 4, 2, 0, 5, 1, 3, 2),))
-    assert torch.allclose(make_layer(kernels, moved)[0](x, 9, None), expected, rtol=1e-4, atol=1e-3)
+    assert torch.allclose(run(make_layer(kernels, moved)[0], x), expected, rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("kernels", ["reference", "numba"])
 def test_c48_padding_is_not_computed_and_not_counted(kernels: str) -> None:
     layer, _ = make_layer(kernels)
     counters = ExpertCounters(Placement.identity(1, E), torch.device("cpu"))
-    layer(rand(8, D, seed=9), 3, counters)
+    run(layer, rand(8, D, seed=9), torch.tensor([0, 1, 2, -1, -1, -1, -1, -1]), counters)
     assert sum(counters.tokens()[0]) == 3 * K
-    layer(rand(8, D, seed=9), 8, None)
+    run(layer, rand(8, D, seed=9))
     assert sum(counters.tokens()[0]) == 3 * K, "without a sink nothing is counted: warm-up"
 
 
@@ -156,9 +163,9 @@ def test_a_token_is_the_same_whatever_else_is_in_the_batch() -> None:
     """
     layer, _ = make_layer("numba")
     x = rand(37, D, seed=11)
-    together = layer(x, 37, None)
+    together = run(layer, x)
     for i in range(37):
-        assert torch.equal(together[i : i + 1], layer(x[i : i + 1], 1, None)), i
+        assert torch.equal(together[i : i + 1], run(layer, x[i : i + 1])), i
 
 
 @pytest.mark.parametrize("kernels", ["reference", "numba"])

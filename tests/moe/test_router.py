@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moestro.errors import SettingError
-from moestro.moe.router import Routing, mask_padding, route
+from moestro.moe.router import Routing, route
 from moestro.spec.fields import RouterSpec
 
 
@@ -164,7 +164,9 @@ def test_no_tokens() -> None:
 
 
 def test_c48_padding_goes_nowhere() -> None:
-    routing = mask_padding(route(torch.zeros(8, 4), RouterSpec(4, 2)), num_tokens=3)
+    slots, counts = torch.tensor([5, 0, 9, -1, -1, -1, -1, -1]), torch.zeros(4, dtype=torch.int64)
+    routing = route(torch.zeros(8, 4), RouterSpec(4, 2), slots_T=slots, counts_E=counts)
+    assert counts.tolist() == [3, 3, 0, 0]
     assert (routing.ids_TK[:3] >= 0).all()
     assert (routing.ids_TK[3:] == -1).all()
     assert routing.weights_TK[3:].abs().sum() == 0

@@ -61,6 +61,7 @@ class FakeLoop:
             created=0,
             decisions=[],
             kernels=[],
+            max_num_seqs=config.max_num_seqs or 64,
         )
         self._active: dict[tuple[str, int], dict[str, Any]] = {}
         self._counts: Counter[str] = Counter()

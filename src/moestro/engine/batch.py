@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from moestro.engine.scheduler import StepPlan
+from moestro.engine.sequence import PENDING
 from moestro.kernels.ops.attention import PagedBatch
 from moestro.model.inputs import StepInputs
 
@@ -20,9 +21,14 @@ class BatchBuilder:
         self.device = device
         self.max_position = max_position
 
-    def build(self, plan: StepPlan, *, counted: bool = True) -> StepInputs:
-        """Inputs of a plan with at least one token; rows with logits come in the order of the plan."""
+    def build(self, plan: StepPlan, *, counted: bool = True, last_tokens: torch.Tensor | None = None) -> StepInputs:
+        """Inputs of a plan with at least one token; rows with logits come in the order of the plan.
+
+        last_tokens: int64, the tokens that the step before has chosen, on the device; each sequence with a pending
+        token knows its row.
+        """
         token_ids: list[int] = []
+        pending: list[tuple[int, int]] = []
         rope_rows: list[int] = []
         slots: list[int] = []
         logit_rows: list[int] = []
@@ -31,10 +37,12 @@ class BatchBuilder:
         tables: list[list[int]] = []
         size = self.page_size
         for item in plan.scheduled:
-            end = item.start + item.num_tokens
-            pages = item.sequence.pages
-            token_ids += item.sequence.token_ids[item.start : end]
-            shift = self.max_position if item.sequence.uses_long_rope else 0
+            sequence, end = item.sequence, item.start + item.num_tokens
+            pages = sequence.pages
+            token_ids += sequence.token_ids[item.start : end]
+            if token_ids[-1] == PENDING:
+                pending.append((len(token_ids) - 1, sequence.pending_row))
+            shift = self.max_position if sequence.uses_long_rope else 0
             rope_rows += range(item.start + shift, end + shift)
             slots += [pages[p // size] * size + p % size for p in range(item.start, end)]
             logit_rows += range(len(token_ids) - item.num_logits, len(token_ids))
@@ -53,13 +61,17 @@ class BatchBuilder:
             max_query_len=max(item.num_tokens for item in plan.scheduled),
             max_context_len=max(context_lens),
         )
+        token_ids_T = self._tensor(token_ids, torch.int64)
+        if pending:
+            assert last_tokens is not None
+            rows, sources = (self._tensor(list(column), torch.int64) for column in zip(*pending, strict=True))
+            token_ids_T[rows] = last_tokens[sources].clamp_min(0)
         return StepInputs(
-            token_ids_T=self._tensor(token_ids, torch.int64),
+            token_ids_T=token_ids_T,
             embeds_TD=None,
             rope_rows_T=self._tensor(rope_rows, torch.int64),
             batch=batch,
             logit_rows_R=self._tensor(logit_rows, torch.int64),
-            num_tokens=len(token_ids),
             counted=counted,
         )
 

@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moestro.checkpoint.assemble import load_tensors, plan_assembly
+from moestro.checkpoint.dummy import dummy_tensors
 from moestro.checkpoint.index import read_index
 from moestro.checkpoint.source import resolve_model
 from moestro.dist.layout import Layout
 from moestro.engine.batch import BatchBuilder
 from moestro.engine.config import EngineConfig
-from moestro.engine.resolve import Resolved, resolve
+from moestro.engine.gpu_start import start_on_gpu
+from moestro.engine.resolve import Resolved, available_memory, dtype_name, resolve, with_kv_cache
 from moestro.engine.runner import Runner
 from moestro.engine.stats import ModelInfo
 from moestro.errors import ConfigError, SettingError
@@ -26,6 +28,7 @@ from moestro.moe.events import ExpertCounters
 from moestro.moe.placement import Placement
 from moestro.spec.fields import ModelSpec, MoESpec
 from moestro.spec.registry import names_of, read_spec
+from moestro.spec.tensors import model_tensors
 from moestro.text.special import stop_ids
 from moestro.text.tokenizer import Tokenizer
 
@@ -61,32 +64,43 @@ def load_engine(config: EngineConfig, progress: Progress | None = None) -> Engin
     spec = read_spec(folder)
     if spec.blockers:
         raise ConfigError(f"{folder} cannot be run: {'; '.join(spec.blockers)}")
-    plan = plan_assembly(spec, names_of(spec), read_index(folder))
     tokenizer_folder = Path(config.tokenizer) if config.tokenizer else folder
     tokenizer = Tokenizer.load(tokenizer_folder)
     if config.tokenizer and tokenizer is None:
         raise SettingError(f"tokenizer={config.tokenizer!r} is not a folder with a tokenizer.json")
-    resolved = resolve(config, spec, num_params=sum(t.size for t in plan.tensors.values()))
+    plan = plan_assembly(spec, names_of(spec), read_index(folder)) if config.load_format == "auto" else None
+    num_params = sum(t.size for t in model_tensors(spec).values())
+    resolved = resolve(config, spec, num_params=num_params)
+    on_gpu = resolved.device.type == "cuda"
+    if not on_gpu:
+        free = available_memory() - num_params * resolved.dtype.itemsize
+        resolved = with_kv_cache(resolved, config, spec, free=free)
     threads.setup(resolved.num_threads)
     kernels = KernelSelector(resolved.device.type, config.kernels)
     placement = _placement(config, spec)
-    tensors = load_tensors(plan, resolved.dtype, resolved.device, _about(progress, "loading"))
-    kv_format = str(resolved.dtype).removeprefix("torch.")
+    if plan is None:
+        tensors = dummy_tensors(spec, resolved.dtype, resolved.device)
+    else:
+        tensors = load_tensors(plan, resolved.dtype, resolved.device, _about(progress, "loading"))
     decoder = Builder(
         spec,
         tensors,
         kernels,
         dtype=resolved.activation_dtype,
-        kv_format=kv_format,
+        kv_format=dtype_name(resolved.dtype),
         placement=placement,
         layout=Layout(),
         max_position=resolved.max_model_len,
     ).build()
-    kv = KVPool(spec, resolved.num_pages, config.block_size, resolved.dtype, resolved.device)
     counters = ExpertCounters(placement, resolved.device) if spec.moe_layers else None
     batches = BatchBuilder(config.block_size, resolved.device, max_position=resolved.max_model_len)
-    runner = Runner(decoder, kv, counters, batches)
-    runner.warm_up(resolved.max_num_batched_tokens)
+    runner: Runner
+    if on_gpu:
+        runner, resolved = start_on_gpu(config, spec, resolved, decoder, counters, batches, _saying(progress))
+    else:
+        kv = KVPool(spec, resolved.num_pages, config.block_size, resolved.dtype, resolved.device)
+        runner = Runner(decoder, kv, counters, batches)
+        runner.warm_up(resolved.max_num_batched_tokens)
     info = _info(config, folder, spec, resolved, kernels)
     limits = {long_from(layer.attention.rope) for layer in spec.layers} - {None}
     end_ids = frozenset(spec.eos_ids) | frozenset(stop_ids(folder, tokenizer))
@@ -130,4 +144,5 @@ def _info(
         created=int(time.time()),
         decisions=[(d.field, str(d.value), d.why) for d in resolved.decisions],
         kernels=[(c["op"], c["chosen"], c["reason"]) for c in kernels.report()],
+        max_num_seqs=resolved.max_num_seqs,
     )

@@ -6,6 +6,7 @@ R rows with logits, V vocabulary.
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ import torch
 from moestro.engine.config import EngineConfig
 from moestro.engine.load import Engine, Progress, load_engine
 from moestro.engine.request import Delta, PositionLogprobs, Request, SamplingParams, TokenLogprob
-from moestro.engine.sampler import Sampled, position_logprobs, sample
+from moestro.engine.sampler import Choice, Sampled, position_logprobs
 from moestro.engine.scheduler import ScheduledSequence, Scheduler, StepPlan
 from moestro.engine.sequence import Sequence
 from moestro.engine.stats import EngineStats, ModelInfo
@@ -22,6 +23,20 @@ from moestro.kv.pages import PagePool
 from moestro.text.grammar import Grammar, GrammarCompiler
 from moestro.text.stream import TextStream
 from moestro.text.tokenizer import Tokenizer
+
+
+@dataclass
+class _Step:
+    """A step in flight. sampling: the sequences that choose a token, in the order of the choice's rows."""
+
+    plan: StepPlan
+    sampling: list[Sequence]
+    chosen: Choice
+    ran_ahead: bool = False
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        return [item.sequence for item in self.plan.scheduled]
 
 
 class EngineLoop:
@@ -42,6 +57,7 @@ class EngineLoop:
         self._grammars: dict[tuple[str, int], Grammar] = {}
         self._compiler = GrammarCompiler(self.tokenizer, self._engine.spec.vocab_size, self._engine.end_ids)
         self._in_step: list[Sequence] = []
+        self._ahead: _Step | None = None
 
     @property
     def info(self) -> ModelInfo:
@@ -53,7 +69,7 @@ class EngineLoop:
 
     @property
     def has_work(self) -> bool:
-        return self._scheduler.has_work
+        return self._scheduler.has_work or self._ahead is not None
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises RequestError, naming the field, when it can never be served."""
@@ -91,28 +107,55 @@ class EngineLoop:
         self._forget(self._scheduler.collect_finished())
 
     def step(self) -> list[Delta]:
-        """Compute one step and return what it added to each completion; empty when there is nothing to do."""
+        """Compute one step and return what it added to each completion; empty when there is nothing to do.
+
+        On a GPU the next step is planned and launched before this one's tokens are looked at, wherever choosing them
+        needs nothing from the host: the device does not wait for Python.
+        """
+        self._in_step = [] if self._ahead is None else self._ahead.sequences
+        step, self._ahead = self._ahead or self._launch(), None
+        if step is None:
+            return []
+        if step.chosen.runs_ahead:
+            self._scheduler.run_ahead(step.plan)
+            step.ran_ahead = True
+            self._ahead = self._launch()
+        return self._finish(step)
+
+    def _launch(self) -> _Step | None:
+        """Plan a step and start it."""
         plan = self._scheduler.plan_step()
         if not plan.scheduled:
-            return []
-        self._in_step = [item.sequence for item in plan.scheduled]
+            return None
+        self._in_step = self._in_step + [item.sequence for item in plan.scheduled]
         logits_RV = self._engine.runner.run(plan)
-        self._collect_prompt_logprobs(plan, logits_RV)
         sampling = [item.sequence for item in plan.scheduled if item.samples]
-        sampled = dict(zip(sampling, sample(logits_RV[_sampling_rows(plan)], sampling, self._grammars), strict=True))
+        self._collect_prompt_logprobs(plan, logits_RV)
+        rows = _sampling_rows(plan)
+        if len(rows) != logits_RV.shape[0]:
+            logits_RV = logits_RV[rows]
+        return _Step(plan, sampling, self._engine.runner.choose(logits_RV, sampling, self._grammars))
+
+    def _finish(self, step: _Step) -> list[Delta]:
+        """Wait for a step's tokens and take them in."""
+        results = zip(step.sampling, step.chosen.wait(), strict=True)
+        sampled = {sequence: result for sequence, result in results if not sequence.finished}
         for sequence, result in sampled.items():
             if result.token_id is None:
                 sequence.finish("error")
-        chosen = [_tokens(sampled.get(item.sequence)) for item in plan.scheduled]
-        self._scheduler.commit(plan, chosen)
+        chosen = [_tokens(sampled.get(item.sequence)) for item in step.plan.scheduled]
+        self._scheduler.commit(step.plan, chosen, ran_ahead=step.ran_ahead)
         deltas = [self._delta(sequence, result) for sequence, result in sampled.items()]
         self._forget(self._scheduler.collect_finished())
         return deltas
 
     def fail_step(self, message: str) -> list[Delta]:
-        """End the completions of a step that broke with an error; all others stay."""
+        """End the completions of the steps that broke with an error; all others stay."""
         deltas = []
-        for sequence in [s for s in self._in_step or self._scheduler.running if not s.finished]:
+        self._ahead = None
+        for sequence in self._in_step or list(self._scheduler.running):
+            if sequence.finished:
+                continue
             sequence.finish("error")
             deltas.append(Delta(*sequence.key, finish_reason="error", error=message))
         self._in_step = []

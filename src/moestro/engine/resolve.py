@@ -4,7 +4,7 @@ allocated."""
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -17,6 +17,7 @@ from moestro.spec.fields import ModelSpec
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _AUTO_KV_SHARE = 0.3
 _AUTO_MODEL_LEN = 8192
+_CPU_LIMITS, _GPU_LIMITS = (64, 512), (256, 8192)  # sequences, tokens a step
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,8 @@ class Decision:
 
 @dataclass(frozen=True)
 class Resolved:
-    """dtype: of weights and KV cache. activation_dtype: of everything between. num_pages: of the KV cache.
+    """dtype: of weights and KV cache. activation_dtype: of everything between. num_pages: of the KV cache; 0 until
+    `with_kv_cache` has decided it.
 
     decisions: for users to read.
     """
@@ -47,69 +49,101 @@ class Resolved:
 
 
 def resolve(config: EngineConfig, spec: ModelSpec, *, num_params: int) -> Resolved:
-    """Decide dtype, context length and KV cache size for this machine.
+    """Decide everything but the KV cache's size: device, dtype, limits.
 
-    num_params: of the model, which is not loaded yet. Raises SettingError or CapacityError with the numbers.
+    num_params: of the model, which is not loaded yet. Raises SettingError, or CapacityError when the weights do not
+    fit, with the numbers.
     """
     decisions: list[Decision] = []
 
     def decide(name: str, value: object, why: str) -> None:
         decisions.append(Decision(name, value, why))
 
+    device, why_device = _device(config)
+    on_gpu = device.type == "cuda"
+    decide("device", _device_name(device), why_device)
     dtype = _dtype(config, spec)
-    decide("dtype", str(dtype).removeprefix("torch."), "as asked" if config.dtype != "auto" else "the checkpoint's")
-    decide("activation_dtype", "float32", "CPUs without 16-bit arithmetic are fastest and exact in float32")
+    decide("dtype", dtype_name(dtype), "as asked" if config.dtype != "auto" else "the checkpoint's")
+    activation_dtype = dtype if on_gpu else torch.float32
+    why_activations = "the weights'" if on_gpu else "CPUs without 16-bit arithmetic are fastest and exact in float32"
+    decide("activation_dtype", dtype_name(activation_dtype), why_activations)
     num_threads = config.num_threads or settings.num_threads()
     decide("num_threads", num_threads, "as asked" if config.num_threads else "the cores of this process")
-    max_num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
-    clamped = max_num_seqs < config.max_num_seqs
-    decide("max_num_seqs", max_num_seqs, "max_num_batched_tokens, a token a sequence" if clamped else "as asked")
-
-    bytes_a_page = page_bytes(spec, config.block_size, dtype)
+    limits = _GPU_LIMITS if on_gpu else _CPU_LIMITS
+    max_tokens = config.max_num_batched_tokens or limits[1]
+    asked = "as asked" if config.max_num_batched_tokens else f"the default on a {'GPU' if on_gpu else 'CPU'}"
+    decide("max_num_batched_tokens", max_tokens, asked)
+    wanted_seqs = config.max_num_seqs or limits[0]
+    max_num_seqs = min(wanted_seqs, max_tokens)
+    asked = "as asked" if config.max_num_seqs else f"the default on a {'GPU' if on_gpu else 'CPU'}"
+    decide("max_num_seqs", max_num_seqs, "a token a sequence" if max_num_seqs < wanted_seqs else asked)
     weight_bytes = num_params * dtype.itemsize
-    free = available_memory() - weight_bytes
-    if free <= 0:
+    free = free_memory(device, config.gpu_memory_utilization)
+    if free <= weight_bytes:
+        where = f" ({config.gpu_memory_utilization:.0%} of {_device_name(device)})" if on_gpu else ""
         raise CapacityError(
-            f"the weights need {_gib(weight_bytes)} in {str(dtype).removeprefix('torch.')}, "
-            f"and {_gib(free + weight_bytes)} of memory are free"
+            f"the weights need {_gib(weight_bytes)} in {dtype_name(dtype)}, and {_gib(free)} of memory{where} are free"
         )
-    wanted_len, why_len = _model_len(config, spec)
-    if config.kv_memory is not None:
-        kv_bytes, why_kv = parse_bytes("kv_memory", config.kv_memory), "as asked"
-    else:
-        useful = -(-wanted_len // config.block_size) * max_num_seqs * bytes_a_page
-        kv_bytes, why_kv = int(_AUTO_KV_SHARE * free), f"{_AUTO_KV_SHARE:.0%} of the memory left beside the weights"
-        if useful < kv_bytes:
-            kv_bytes, why_kv = useful, f"{max_num_seqs} sequences of {wanted_len} tokens need no more"
-    num_pages = kv_bytes // bytes_a_page
-    max_model_len = wanted_len
-    if num_pages * config.block_size < wanted_len:
-        if config.max_model_len is not None or num_pages < 1:
-            need = -(-wanted_len // config.block_size) * bytes_a_page
-            raise CapacityError(
-                f"a KV cache of {_gib(kv_bytes)} holds {max(0, num_pages) * config.block_size} tokens, fewer than one "
-                f"sequence of max_model_len={wanted_len}, which needs {_gib(need)}; raise --kv-memory or lower "
-                "--max-model-len"
-            )
-        max_model_len, why_len = num_pages * config.block_size, "all that the KV cache holds"
-    if config.kv_memory is not None and kv_bytes > free:
-        raise CapacityError(
-            f"kv_memory={config.kv_memory} and {_gib(weight_bytes)} of weights do not fit in the "
-            f"{_gib(free + weight_bytes)} of memory that are free"
-        )
+    max_model_len, why_len = _model_len(config, spec)
     decide("max_model_len", max_model_len, why_len)
-    decide("kv_memory", _gib(num_pages * bytes_a_page), f"{why_kv}; {num_pages} pages of {config.block_size} tokens")
     return Resolved(
         dtype,
-        torch.float32,
-        torch.device("cpu"),
+        activation_dtype,
+        device,
         num_threads,
         max_model_len,
         max_num_seqs,
-        config.max_num_batched_tokens,
-        num_pages,
+        max_tokens,
+        0,
         tuple(decisions),
     )
+
+
+def with_kv_cache(resolved: Resolved, config: EngineConfig, spec: ModelSpec, *, free: int) -> Resolved:
+    """Decide the KV cache's size, and with it the longest context.
+
+    free: bytes that are left beside weights and activations. Raises CapacityError with the numbers.
+    """
+    bytes_a_page = page_bytes(spec, config.block_size, resolved.dtype)
+    wanted_len, on_gpu = resolved.max_model_len, resolved.device.type == "cuda"
+    if config.kv_memory is not None:
+        kv_bytes, why = parse_bytes("kv_memory", config.kv_memory), "as asked"
+        if kv_bytes > free:
+            raise CapacityError(
+                f"kv_memory={config.kv_memory} does not fit beside the weights: {_gib(max(0, free))} of memory are left"
+            )
+    else:
+        useful = -(-wanted_len // config.block_size) * resolved.max_num_seqs * bytes_a_page
+        share = 1.0 if on_gpu else _AUTO_KV_SHARE
+        kv_bytes = max(0, int(share * free))
+        why = "what is left of the GPU's share" if on_gpu else f"{share:.0%} of the memory left beside the weights"
+        if useful < kv_bytes:
+            kv_bytes, why = useful, f"{resolved.max_num_seqs} sequences of {wanted_len} tokens need no more"
+    num_pages = kv_bytes // bytes_a_page
+    decisions, max_model_len = list(resolved.decisions), wanted_len
+    if num_pages * config.block_size < wanted_len:
+        if config.max_model_len is not None or num_pages < 1:
+            need = -(-wanted_len // config.block_size) * bytes_a_page
+            more = "--gpu-memory-utilization" if on_gpu and config.kv_memory is None else "--kv-memory"
+            raise CapacityError(
+                f"a KV cache of {_gib(kv_bytes)} holds {max(0, num_pages) * config.block_size} tokens, fewer than one "
+                f"sequence of max_model_len={wanted_len}, which needs {_gib(need)}; raise {more} or lower "
+                "--max-model-len"
+            )
+        max_model_len = num_pages * config.block_size
+        decisions = [d for d in decisions if d.field != "max_model_len"]
+        decisions.append(Decision("max_model_len", max_model_len, "all that the KV cache holds"))
+    pages = f"{why}; {num_pages} pages of {config.block_size} tokens"
+    decisions.append(Decision("kv_memory", _gib(num_pages * bytes_a_page), pages))
+    return replace(resolved, num_pages=num_pages, max_model_len=max_model_len, decisions=tuple(decisions))
+
+
+def free_memory(device: torch.device, share: float) -> int:
+    """Bytes the engine may still take on a device. share: of a GPU's memory that it may hold in all."""
+    if device.type != "cuda":
+        return available_memory()
+    free, total = torch.cuda.mem_get_info(device)
+    return int(share * total) - (total - free)
 
 
 def available_memory() -> int:
@@ -120,6 +154,26 @@ def available_memory() -> int:
         return int(fields["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError, ValueError):
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _device(config: EngineConfig) -> tuple[torch.device, str]:
+    if config.device == "cpu":
+        return torch.device("cpu"), "as asked"
+    if torch.cuda.is_available():
+        return torch.device(
+            "cuda", torch.cuda.current_device()
+        ), "as asked" if config.device == "cuda" else "it is there"
+    if config.device == "cuda":
+        raise SettingError("device='cuda': PyTorch finds no GPU here (`nvidia-smi` shows what the driver sees)")
+    return torch.device("cpu"), "there is no GPU"
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
 def _dtype(config: EngineConfig, spec: ModelSpec) -> torch.dtype:

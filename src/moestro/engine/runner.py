@@ -6,6 +6,7 @@ import torch
 
 from moestro.engine.batch import BatchBuilder
 from moestro.engine.request import Request, SamplingParams
+from moestro.engine.sampler import Choice, Chosen, Grammars, sample
 from moestro.engine.scheduler import ScheduledSequence, StepPlan
 from moestro.engine.sequence import Sequence
 from moestro.kv.pool import KVPool
@@ -35,15 +36,27 @@ class Runner:
         self.steps += 1
         return self.decoder.forward(self.batches.build(plan), self.kv, self.counters)
 
+    def choose(self, logits_RV: torch.Tensor, sequences: list[Sequence], grammars: Grammars) -> Choice:
+        """Choose a token a row; the logits may be changed in place."""
+        return Chosen(sample(logits_RV, sequences, grammars))
+
     def warm_up(self, max_tokens: int) -> None:
         """Run the shapes of decoding and prefill once, so that kernels are compiled and memory is touched; nothing is
         counted.
 
         Writes into the first pages, which nobody holds yet.
         """
-        room = self.kv.num_pages * self.kv.page_size
-        for num_tokens in sorted({1, min(4, room), min(max_tokens, room, 64)}):
-            sequence = Sequence(Request("warm-up", [0] * num_tokens, SamplingParams()), 0, seed=0)
-            sequence.pages = list(range(-(-num_tokens // self.kv.page_size)))
-            plan = StepPlan((ScheduledSequence(sequence, 0, num_tokens, 1, True),))
-            self.decoder.forward(self.batches.build(plan, counted=False), self.kv, None)
+        for num_tokens in sorted({1, min(4, self.room), min(max_tokens, self.room, 64)}):
+            self.warm_up_prompt(num_tokens)
+
+    @property
+    def room(self) -> int:
+        """Tokens that the KV cache holds."""
+        return self.kv.num_pages * self.kv.page_size
+
+    def warm_up_prompt(self, num_tokens: int, *, start: int = 0) -> None:
+        """Compute tokens start..start + num_tokens of one sequence, counted nowhere, in the first pages."""
+        sequence = Sequence(Request("warm-up", [0] * (start + num_tokens), SamplingParams()), 0, seed=0)
+        sequence.pages = list(range(-(-(start + num_tokens) // self.kv.page_size)))
+        plan = StepPlan((ScheduledSequence(sequence, start, num_tokens, 1, True),))
+        self.decoder.forward(self.batches.build(plan, counted=False), self.kv, None)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -39,9 +40,32 @@ class Sampled:
     error: str | None = None
 
 
+class Choice(Protocol):
+    """Tokens of a step, chosen or being chosen. runs_ahead: whether the next step can start without them."""
+
+    @property
+    def runs_ahead(self) -> bool: ...
+
+    def wait(self) -> list[Sampled]:
+        """One result a row."""
+        ...
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A choice that is made."""
+
+    results: list[Sampled]
+    runs_ahead: bool = False
+
+    def wait(self) -> list[Sampled]:
+        return self.results
+
+
 Grammars = Mapping[tuple[str, int], Grammar]
 
 
+@torch.inference_mode()
 def sample(logits_RV: torch.Tensor, sequences: list[Sequence], grammars: Grammars | None = None) -> list[Sampled]:
     """Choose one token a row.
 

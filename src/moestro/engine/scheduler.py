@@ -95,25 +95,39 @@ class Scheduler:
         ):  # decoding ones first: they wait for no prompt
             if budget == 0:
                 break
-            budget -= self._schedule(sequence, budget, scheduled)
+            if not sequence.will_end:
+                budget -= self._schedule(sequence, budget, scheduled)
         if not preempted:
             self._admit(budget, scheduled)
         return StepPlan(tuple(scheduled))
 
-    def commit(self, plan: StepPlan, chosen: Seq[Seq[int]]) -> None:
+    def run_ahead(self, plan: StepPlan) -> None:
+        """Take a step that is in flight as computed, so that the next one can be planned: each sequence that chooses a
+        token gets a pending one. `commit` follows when the tokens are known.
+        """
+        row = 0
+        for item in plan.scheduled:
+            if not item.sequence.finished:
+                item.sequence.num_computed = item.start + item.num_tokens
+                if item.samples:
+                    item.sequence.append_pending(row)
+            row += item.samples
+
+    def commit(self, plan: StepPlan, chosen: Seq[Seq[int]], *, ran_ahead: bool = False) -> None:
         """Take in what the step computed. chosen: the tokens chosen for each scheduled sequence, in order; empty inside
-        a prompt.
+        a prompt. ran_ahead: whether `run_ahead` was called for it.
 
         Tokens after an end are dropped. Finished sequences keep their pages until `collect_finished`.
         """
         for item, token_ids in zip(plan.scheduled, chosen, strict=True):
             sequence = item.sequence
             if sequence.finished:
-                continue  # aborted, or its logits were not numbers
-            before = sequence.num_computed // self.pool.page_size
-            sequence.num_computed = item.start + item.num_tokens
-            full = sequence.num_computed // self.pool.page_size
-            if full > before:
+                continue  # aborted, ended by the step before, or its logits were not numbers
+            end = item.start + item.num_tokens
+            before, full = item.start // self.pool.page_size, end // self.pool.page_size
+            if not ran_ahead:
+                sequence.num_computed = end
+            if full > before and len(sequence.pages) >= full:  # no pages: preempted while the step was in flight
                 tokens = sequence.token_ids[: full * self.pool.page_size]
                 self.pool.register(sequence.pages[:full], tokens, sequence.namespace)
             for token_id in token_ids:
@@ -145,7 +159,7 @@ class Scheduler:
         it.
         """
         before = self.stats.preemptions
-        for sequence in list(self.running):
+        for sequence in [s for s in self.running if not s.will_end]:
             while sequence in self.running and not self._grow(sequence):
                 self._preempt(self.running[-1])
         return self.stats.preemptions > before

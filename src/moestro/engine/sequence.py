@@ -3,7 +3,13 @@ No torch."""
 
 from __future__ import annotations
 
+from itertools import count
+
 from moestro.engine.request import FinishReason, Request
+
+_SERIALS = count()
+
+PENDING = -1  # stands for a token that the device is still choosing
 
 
 class Sequence:
@@ -12,6 +18,8 @@ class Sequence:
     token_ids: prompt, then output. num_computed: how many of them, from the start, are in the KV cache; a preemption
     sets it back to 0 and keeps the tokens. The last token is not computed until it is fed to the step that chooses the
     next one.
+    pending_row: while the last token is PENDING, its row among the tokens that the step in flight chooses.
+    serial: no other sequence of the process has it.
     uses_long_rope: fixed for the whole sequence, so that a recomputed token gets the position encoding it had; pages
     are shared only among sequences that agree on it.
     """
@@ -38,6 +46,8 @@ class Sequence:
         self.num_computed = 0
         self.num_cached = 0
         self.num_preemptions = 0
+        self.pending_row = -1
+        self.serial = next(_SERIALS)
         self.pages: list[int] = []
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
@@ -55,6 +65,16 @@ class Sequence:
         return len(self.token_ids) - self.num_computed
 
     @property
+    def is_pending(self) -> bool:
+        """Whether the last token is not known yet."""
+        return self.token_ids[-1] == PENDING
+
+    @property
+    def will_end(self) -> bool:
+        """Whether the pending token is the last one, whatever it will be."""
+        return self.is_pending and self.num_output >= self.max_tokens
+
+    @property
     def finished(self) -> bool:
         return self.finish_reason is not None
 
@@ -63,8 +83,15 @@ class Sequence:
         """Whether the logits of the prompt's own positions are still needed."""
         return self.request.params.prompt_logprobs is not None and self.index == 0 and self.num_output == 0
 
+    def append_pending(self, row: int) -> None:
+        """Add a place for the token that the step in flight chooses."""
+        self.token_ids.append(PENDING)
+        self.pending_row = row
+
     def append(self, token_id: int) -> None:
-        """Add a chosen token and decide whether it ends the sequence."""
+        """Add a chosen token, in the pending place if there is one, and decide whether it ends the sequence."""
+        if self.is_pending:
+            self.token_ids.pop()
         self.token_ids.append(token_id)
         params = self.request.params
         ends = (token_id in self.end_ids and not params.ignore_eos) or token_id in params.stop_token_ids

@@ -10,7 +10,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
 
     name: the served name. created: seconds since the epoch. top_k, num_experts: 0 for a model without experts.
     moe_layers: indices of the MoE layers. decisions: (option, value, why) of everything the engine decided by itself.
-    kernels: (op, implementation, reason) a choice.
+    kernels: (op, implementation, reason) a choice. max_num_seqs: most sequences computed at the same time.
     """
 
     name: str
@@ -24,6 +24,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
     created: int
     decisions: list[tuple[str, str, str]]
     kernels: list[tuple[str, str, str]]
+    max_num_seqs: int = 64
 
 
 class EngineStats(msgspec.Struct, frozen=True):

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 
 from moestro.errors import KernelError
 
 
-def require_shape(op: str, name: str, tensor: torch.Tensor, shape: Sequence[int]) -> None:
-    """Raise KernelError unless `tensor` has exactly this shape."""
+class HasShape(Protocol):
+    @property
+    def shape(self) -> Sequence[int]: ...
+
+
+def require_shape(op: str, name: str, tensor: HasShape, shape: Sequence[int]) -> None:
+    """Raise KernelError unless `tensor` (or Summands) has exactly this shape."""
     if tuple(tensor.shape) != tuple(shape):
         raise KernelError(f"{op}: {name} has shape {list(tensor.shape)}; expected {list(shape)}")
 

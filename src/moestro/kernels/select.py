@@ -17,32 +17,40 @@ import torch
 from moestro import settings
 from moestro.errors import KernelError
 from moestro.kernels.facts import Facts
+from moestro.kernels.ops.attend import Attend
 from moestro.kernels.ops.attention import PagedAttention
 from moestro.kernels.ops.combine import Combine
 from moestro.kernels.ops.experts import ExpertsMLP
 from moestro.kernels.ops.gated_mlp import GatedMLP
-from moestro.kernels.ops.linear import Linear
-from moestro.kernels.ops.norm import AddRMSNorm, RMSNorm
+from moestro.kernels.ops.latent_store import LatentStore
+from moestro.kernels.ops.linear import Linear, LinearParts
+from moestro.kernels.ops.norm import AddRMSNorm, AddRMSNormLogits, RMSNorm
 from moestro.kernels.ops.qkv_store import QKVStore
 from moestro.kernels.ops.route import Route
+from moestro.kernels.ops.routed_mlp import RoutedMLP
 from moestro.kernels.ops.sort_by_expert import SortByExpert
 from moestro.logs import log_once
 
 _FOLDERS = {
     "linear": "linear",
+    "linear_parts": "linear",
     "gated_mlp": "gated_mlp",
     "experts_mlp": "experts",
     "sort_by_expert": "sort_by_expert",
     "combine": "combine",
     "rms_norm": "norm",
     "add_rms_norm_": "norm",
+    "add_rms_norm_logits_": "norm",
     "qkv_store": "qkv_store",
     "paged_attention": "attention",
+    "attend": "attend",
+    "latent_store": "latent_store",
+    "routed_mlp": "routed_mlp",
     "route": "route",
 }
 
 # Best first. The reference closes each list: it runs everywhere.
-_ORDER = {"cpu": ("numba", "reference"), "cuda": ("reference",)}
+_ORDER = {"cpu": ("numba", "reference"), "cuda": ("triton", "reference")}
 
 
 @dataclass(frozen=True)
@@ -60,9 +68,9 @@ class Choice:
 class KernelSelector:
     """Chooses implementations for one device and remembers the choices.
 
-    device: "cpu" or "cuda". prefer: an implementation to use for every op that has it ("reference", "numba"); None
-    takes the best one that can run. Raises KernelError when the device or the name is not known, and from `choose`
-    when the preferred one cannot run.
+    device: "cpu" or "cuda". prefer: an implementation to use for every op that has it ("reference", "numba",
+    "triton"); None takes the best one that can run. Raises KernelError when the device or the name is not known, and
+    from `choose` when the preferred one cannot run.
     """
 
     def __init__(self, device: str, prefer: str | None = None) -> None:
@@ -119,11 +127,17 @@ class KernelSelector:
     def linear(self, weight_format: str, dtype: torch.dtype = torch.float32) -> Linear:
         return self.choose("linear", Facts(self.device, weight_format, dtype))
 
+    def linear_parts(self, weight_format: str, dtype: torch.dtype = torch.float32) -> LinearParts:
+        return self.choose("linear_parts", Facts(self.device, weight_format, dtype))
+
     def gated_mlp(self, weight_format: str, dtype: torch.dtype = torch.float32) -> GatedMLP:
         return self.choose("gated_mlp", Facts(self.device, weight_format, dtype))
 
     def experts_mlp(self, weight_format: str, dtype: torch.dtype = torch.float32) -> ExpertsMLP:
         return self.choose("experts_mlp", Facts(self.device, weight_format, dtype))
+
+    def routed_mlp(self, weight_format: str, dtype: torch.dtype = torch.float32) -> RoutedMLP:
+        return self.choose("routed_mlp", Facts(self.device, weight_format, dtype))
 
     def sort_by_expert(self) -> SortByExpert:
         return self.choose("sort_by_expert", Facts(self.device, "", torch.int32))
@@ -136,6 +150,15 @@ class KernelSelector:
 
     def add_rms_norm_(self, dtype: torch.dtype = torch.float32) -> AddRMSNorm:
         return self.choose("add_rms_norm_", Facts(self.device, "", dtype))
+
+    def add_rms_norm_logits_(self, dtype: torch.dtype = torch.float32) -> AddRMSNormLogits:
+        return self.choose("add_rms_norm_logits_", Facts(self.device, "", dtype))
+
+    def attend(self, kv_format: str, dtype: torch.dtype = torch.float32) -> Attend:
+        return self.choose("attend", Facts(self.device, kv_format, dtype))
+
+    def latent_store(self, kv_format: str, dtype: torch.dtype = torch.float32) -> LatentStore:
+        return self.choose("latent_store", Facts(self.device, kv_format, dtype))
 
     def qkv_store(self, kv_format: str, dtype: torch.dtype = torch.float32) -> QKVStore:
         return self.choose("qkv_store", Facts(self.device, kv_format, dtype))

@@ -33,5 +33,5 @@ class Head:
     divisor: float
 
     def __call__(self, x_TD: torch.Tensor) -> torch.Tensor:
-        logits_TV = self.linear(x_TD).float()
+        logits_TV = self.linear(x_TD, torch.float32)
         return logits_TV if self.divisor == 1.0 else logits_TV / self.divisor

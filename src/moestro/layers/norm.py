@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from moestro.kernels import ops
 from moestro.kernels.select import KernelSelector
+from moestro.kernels.summands import Summands, total
 
 
 class Norm(Protocol):
@@ -20,7 +21,7 @@ class Norm(Protocol):
         """The norm of x."""
         ...
 
-    def add_(self, residual_TD: torch.Tensor, x_TD: torch.Tensor, scale: float) -> torch.Tensor:
+    def add_(self, residual_TD: torch.Tensor, x: torch.Tensor | Summands, scale: float) -> torch.Tensor:
         """Add scale * x to the residual in place and return the norm of the sum."""
         ...
 
@@ -42,8 +43,8 @@ class RMSNorm:
     def __call__(self, x_TD: torch.Tensor) -> torch.Tensor:
         return self.kernel(x_TD, self.weight_D, self.eps)
 
-    def add_(self, residual_TD: torch.Tensor, x_TD: torch.Tensor, scale: float) -> torch.Tensor:
-        return self.add_kernel(residual_TD, x_TD, scale, self.weight_D, self.eps)
+    def add_(self, residual_TD: torch.Tensor, x: torch.Tensor | Summands, scale: float) -> torch.Tensor:
+        return self.add_kernel(residual_TD, x, scale, self.weight_D, self.eps)
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,5 +58,5 @@ class LayerNorm:
     def __call__(self, x_TD: torch.Tensor) -> torch.Tensor:
         return F.layer_norm(x_TD, self.weight_D.shape, self.weight_D, self.bias_D, self.eps)
 
-    def add_(self, residual_TD: torch.Tensor, x_TD: torch.Tensor, scale: float) -> torch.Tensor:
-        return self(residual_TD.add_(x_TD, alpha=scale))
+    def add_(self, residual_TD: torch.Tensor, x: torch.Tensor | Summands, scale: float) -> torch.Tensor:
+        return self(residual_TD.add_(total(x, residual_TD.dtype), alpha=scale))

@@ -1,6 +1,6 @@
-"""Rotary position embedding: cos and sin tables, and the plain rotation.
+"""Rotary position embedding: cos and sin tables.
 
-T tokens, H heads, R rotated pairs.
+T tokens, R rotated pairs.
 """
 
 from __future__ import annotations
@@ -40,16 +40,6 @@ class RopeTable:
 def long_from(rope: RopeSpec | None) -> int | None:
     """Sequences of more tokens than this use longrope's long frequencies; None when there are none."""
     return rope.original_max_position if rope is not None and rope.kind == "longrope" else None
-
-
-def rotate(x_THd: torch.Tensor, cos_TR: torch.Tensor, sin_TR: torch.Tensor, *, interleaved: bool) -> torch.Tensor:
-    """Rotate all of the last axis (2R wide) by pairs (2i, 2i+1) if interleaved, else (i, i+R); the layout is kept."""
-    x = x_THd.float()
-    cos, sin = cos_TR.unsqueeze(1), sin_TR.unsqueeze(1)
-    first, second = (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)
-    a, b = first * cos - second * sin, second * cos + first * sin
-    out = torch.stack((a, b), dim=-1).flatten(-2) if interleaved else torch.cat((a, b), dim=-1)
-    return out.to(x_THd.dtype)
 
 
 def _angles(rope: RopeSpec, max_position: int, context: int | None) -> torch.Tensor:

@@ -10,9 +10,11 @@ from typing import Protocol
 
 import torch
 
-from moestro.kernels.ops.attention import PagedAttention, PagedBatch
-from moestro.kernels.ops.qkv_store import QKVPlan, QKVStore
+from moestro.kernels.ops.attend import Attend
+from moestro.kernels.ops.attention import PagedBatch
+from moestro.kernels.ops.qkv_store import QKVPlan
 from moestro.kernels.select import KernelSelector
+from moestro.kernels.summands import Summands
 from moestro.kv.pool import LayerPages
 from moestro.layers.linear import Linear
 from moestro.spec.fields import AttentionSpec
@@ -23,8 +25,8 @@ CosSin = tuple[torch.Tensor, torch.Tensor]
 class Attention(Protocol):
     def __call__(
         self, x_TD: torch.Tensor, cos_sin: CosSin | None, batch: PagedBatch, pages: LayerPages
-    ) -> torch.Tensor:
-        """Write this step's keys and values into the pages, attend, and return [T, D]."""
+    ) -> torch.Tensor | Summands:
+        """Write this step's keys and values into the pages, attend, and return [T, D] or what adds up to it."""
         ...
 
 
@@ -40,8 +42,7 @@ class GroupedQueryAttention:
     q_norm: torch.Tensor | None
     k_norm: torch.Tensor | None
     sinks_H: torch.Tensor | None
-    store_kernel: QKVStore
-    attention_kernel: PagedAttention
+    attend: Attend
 
     @classmethod
     def build(
@@ -66,18 +67,25 @@ class GroupedQueryAttention:
             spec.qk_norm,
             spec.clip_qkv,
         )
-        store, attention = kernels.qkv_store(kv_format, dtype), kernels.paged_attention(kv_format, dtype)
-        return cls(spec, plan, eps, qkv, o, *norms, sinks_H, store, attention)
+        return cls(spec, plan, eps, qkv, o, *norms, sinks_H, kernels.attend(kv_format, dtype))
 
     def __call__(
         self, x_TD: torch.Tensor, cos_sin: CosSin | None, batch: PagedBatch, pages: LayerPages
-    ) -> torch.Tensor:
+    ) -> torch.Tensor | Summands:
         cos_TR, sin_TR = (None, None) if cos_sin is None else cos_sin
-        qkv_TN = self.qkv(x_TD)
-        q_THd = self.store_kernel(
-            qkv_TN, self.plan, cos_TR, sin_TR, batch, pages.k, pages.v, self.q_norm, self.k_norm, self.eps
+        out_THd = self.attend(
+            self.qkv(x_TD),
+            self.plan,
+            cos_TR,
+            sin_TR,
+            batch,
+            pages.k,
+            pages.v,
+            self.q_norm,
+            self.k_norm,
+            self.eps,
+            self.spec.softmax_scale,
+            self.spec.window,
+            self.sinks_H,
         )
-        out_THd = self.attention_kernel(
-            q_THd, pages.k, pages.v, batch, self.spec.softmax_scale, self.spec.window, self.sinks_H
-        )
-        return self.o(out_THd.flatten(1))
+        return self.o.parts(out_THd.flatten(1))

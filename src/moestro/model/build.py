@@ -17,7 +17,7 @@ from moestro.model.attention import Attention, GroupedQueryAttention
 from moestro.model.decoder import Decoder, DecoderLayer
 from moestro.model.mla import LatentAttention
 from moestro.moe.dispatch import LocalDispatch
-from moestro.moe.experts import Experts
+from moestro.moe.experts import FusedExperts, RoutedExperts, SortedExperts
 from moestro.moe.layer import MoELayer
 from moestro.moe.placement import Placement
 from moestro.moe.store import ExpertStore, ResidentStore
@@ -159,12 +159,19 @@ class Builder:
             spec.router,
             self._linear(f"{name}.router"),
             self._take_float(f"{name}.selection_bias"),
+            self.kernels.add_rms_norm_logits_(self.dtype),
             self.kernels.route(),
-            LocalDispatch(index, self.placement, self.kernels, self.dtype),
-            Experts(spec, self._store(f"{name}.experts", index), self.kernels, self.dtype),
+            self._experts(f"{name}.experts", spec, index),
             self._mlp(f"{name}.shared", spec.activation, spec.activation_limit) if spec.shared_width else None,
             self._linear(f"{name}.shared_gate") if spec.shared_gate else None,
         )
+
+    def _experts(self, name: str, spec: MoESpec, index: int) -> RoutedExperts:
+        store = self._store(name, index)
+        if self.kernels.device == "cuda" and self.placement.is_identity:
+            return FusedExperts(spec, store, self.kernels, self.dtype)
+        dispatch = LocalDispatch(index, self.placement, self.kernels, self.dtype)
+        return SortedExperts(spec, dispatch, store, self.kernels, self.dtype)
 
     def _store(self, name: str, index: int) -> ExpertStore:
         gate_up = self._to_slots(self._take(f"{name}.gate_up.weight"), index)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from moestro.dist.collectives import Collectives
+from moestro.kernels.summands import Summands
 from moestro.kv.pool import KVPool
 from moestro.layers.embed import Embedding, Head
 from moestro.layers.mlp import GatedMLP
@@ -64,19 +65,22 @@ class Decoder:
         cos_sin = {rope: table.rows(inputs.rope_rows_T) for rope, table in self.ropes.items()}
         scale = self.spec.residual_multiplier
         x_TD = self.layers[0].attn_norm(residual_TD)
+        slots_T = inputs.batch.slots_T if inputs.has_padding else None
         for index, layer in enumerate(self.layers):
             rope = None if layer.rope is None else cos_sin[layer.rope]
-            attended_TD = self.group.all_reduce_(layer.attention(x_TD, rope, inputs.batch, kv.layers[index]))
-            x_TD = layer.mlp_norm.add_(residual_TD, attended_TD, scale)
+            attended = self.group.all_reduce_(layer.attention(x_TD, rope, inputs.batch, kv.layers[index]))
             if isinstance(layer.mlp, MoELayer):
-                x_TD = layer.mlp(x_TD, inputs.num_tokens, events)
+                x_TD, logits_TE = layer.mlp.score(layer.mlp_norm, residual_TD, attended, scale)
+                out = layer.mlp(x_TD, logits_TE, slots_T, events)
             else:
-                x_TD = layer.mlp(x_TD)
-            x_TD = self.group.all_reduce_(x_TD)
+                out = layer.mlp(layer.mlp_norm.add_(residual_TD, attended, scale))
+            out = self.group.all_reduce_(out)
             if index + 1 < len(self.layers):
-                x_TD = self.layers[index + 1].attn_norm.add_(residual_TD, x_TD, scale)
+                x_TD = self.layers[index + 1].attn_norm.add_(residual_TD, out, scale)
         rows = inputs.logit_rows_R
-        return self.head(self.norm.add_(residual_TD[rows], x_TD[rows], scale))
+        if rows is not None:
+            residual_TD, out = residual_TD[rows], out.rows(rows) if isinstance(out, Summands) else out[rows]
+        return self.head(self.norm.add_(residual_TD, out, scale))
 
     def _embed(self, inputs: StepInputs) -> torch.Tensor:
         if inputs.embeds_TD is not None:

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 import torch
 
 from moestro.kernels.ops.attention import PagedAttention, PagedBatch
+from moestro.kernels.ops.latent_store import LatentStore
 from moestro.kernels.select import KernelSelector
+from moestro.kernels.summands import Summands
 from moestro.kv.pool import LayerPages
 from moestro.layers.linear import Linear
 from moestro.layers.norm import RMSNorm
-from moestro.layers.rope import rotate
 from moestro.model.attention import CosSin
 from moestro.spec.fields import AttentionSpec
 
@@ -37,6 +38,7 @@ class LatentAttention:
     to_latent_Hnc: torch.Tensor
     from_latent_Hcv: torch.Tensor
     o: Linear
+    store_kernel: LatentStore
     attention_kernel: PagedAttention
 
     @classmethod
@@ -56,30 +58,30 @@ class LatentAttention:
         rows = kv_b.to(dtype).view(spec.num_heads, spec.qk_nope_head_dim + spec.v_head_dim, spec.kv_lora_rank)
         to_latent = rows[:, : spec.qk_nope_head_dim].contiguous()
         from_latent = rows[:, spec.qk_nope_head_dim :].transpose(1, 2).contiguous()
-        kernel = kernels.paged_attention(kv_format, dtype)
-        return cls(spec, *q_path, kv_a, kv_a_norm, to_latent, from_latent, o, kernel)
+        store, attention = kernels.latent_store(kv_format, dtype), kernels.paged_attention(kv_format, dtype)
+        return cls(spec, *q_path, kv_a, kv_a_norm, to_latent, from_latent, o, store, attention)
 
     def __call__(
         self, x_TD: torch.Tensor, cos_sin: CosSin | None, batch: PagedBatch, pages: LayerPages
-    ) -> torch.Tensor:
+    ) -> torch.Tensor | Summands:
         s = self.spec
         assert s.rope is not None
         assert cos_sin is not None
         q_THd = self.q(x_TD if self.q_a is None or self.q_a_norm is None else self.q_a_norm(self.q_a(x_TD)))
         q_THd = q_THd.view(x_TD.shape[0], s.num_heads, s.head_dim)
         q_nope, q_rope = torch.split(q_THd, [s.qk_nope_head_dim, s.qk_rope_head_dim], dim=-1)
-        latent_Tc, k_rope = torch.split(self.kv_a(x_TD), [s.kv_lora_rank, s.qk_rope_head_dim], dim=-1)
-        q_rope = rotate(q_rope, *cos_sin, interleaved=s.rope.interleaved)
-        k_rope = rotate(k_rope.unsqueeze(1), *cos_sin, interleaved=s.rope.interleaved).squeeze(1)
-        _store_(pages.k, torch.cat((self.kv_a_norm(latent_Tc.contiguous()), k_rope), dim=-1), batch.slots_T)
+        q_rope = self.store_kernel(
+            q_rope,
+            self.kv_a(x_TD),
+            *cos_sin,
+            s.rope.interleaved,
+            batch,
+            pages.k,
+            self.kv_a_norm.weight_D,
+            self.kv_a_norm.eps,
+        )
         q_THc = torch.bmm(q_nope.transpose(0, 1), self.to_latent_Hnc).transpose(0, 1)
         q_full = torch.cat((q_THc, q_rope), dim=-1)
         out_THc = self.attention_kernel(q_full, pages.k, pages.v, batch, s.softmax_scale, s.window, None)
         out_HTv = torch.bmm(out_THc.transpose(0, 1), self.from_latent_Hcv)
-        return self.o(out_HTv.transpose(0, 1).flatten(1))
-
-
-def _store_(pages: torch.Tensor, rows: torch.Tensor, slots_T: torch.Tensor) -> None:
-    """Write rows [T, c + r] at their slots; padding (-1) writes nothing."""
-    kept = slots_T >= 0
-    pages.view(-1, pages.shape[-1])[slots_T[kept]] = rows[kept].to(pages.dtype)
+        return self.o.parts(out_HTv.transpose(0, 1).flatten(1))

@@ -38,12 +38,15 @@ def route(
     bias_E: torch.Tensor | None = None,
     *,
     kernel: Route = reference.route,
+    slots_T: torch.Tensor | None = None,
+    counts_E: torch.Tensor | None = None,
 ) -> Routing:
     """Choose top_k experts a token and their weights, in float32 whatever the dtype of the logits.
 
     logits_TE: [T, E], any floating dtype; T may be 0. bias_E: selection bias [E], float32 or float64: rounding it to 16
     bits changes which experts win. Equal scores go to the lower expert id. kernel: the implementation, by default the
-    PyTorch reference.
+    PyTorch reference. slots_T, counts_E: as in `kernels.ops.route`: rows with a negative slot are padding and go
+    nowhere, and the tokens of each expert are counted.
 
     Raises SettingError when a shape or dtype does not fit the spec.
     """
@@ -60,16 +63,4 @@ def route(
         if spec.scoring == "sparsemixer":
             raise SettingError("scoring='sparsemixer' takes no selection bias")
         bias_E = bias_E.float()
-    return Routing(*kernel(logits_TE.float(), spec, bias_E))
-
-
-def mask_padding(routing: Routing, num_tokens: int) -> Routing:
-    """The same routing with every row from num_tokens on sent nowhere: padding is not computed and not counted
-    (C48).
-    """
-    if num_tokens == routing.ids_TK.shape[0]:
-        return routing
-    ids, weights = routing.ids_TK.clone(), routing.weights_TK.clone()
-    ids[num_tokens:] = -1
-    weights[num_tokens:] = 0
-    return Routing(ids, weights)
+    return Routing(*kernel(logits_TE.float(), spec, bias_E, slots_T, counts_E))

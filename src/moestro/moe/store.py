@@ -12,9 +12,9 @@ from moestro.kernels.ops.experts import ExpertWeights
 class ExpertStore(Protocol):
     """The weights of one MoE layer's experts."""
 
-    def fetch(self, offsets_E1: torch.Tensor) -> ExpertWeights:
-        """Weights that hold every expert with rows in this step (offsets as in DispatchMeta), valid until the next
-        fetch.
+    def fetch(self, offsets_E1: torch.Tensor | None) -> ExpertWeights:
+        """Weights that hold every expert with rows in this step (offsets as in DispatchMeta; None: any expert may have
+        some), valid until the next fetch.
         """
         ...
 
@@ -35,7 +35,7 @@ class ResidentStore:
     def __init__(self, weights: ExpertWeights) -> None:
         self.weights = weights
 
-    def fetch(self, offsets_E1: torch.Tensor) -> ExpertWeights:
+    def fetch(self, offsets_E1: torch.Tensor | None) -> ExpertWeights:
         return self.weights
 
     @property

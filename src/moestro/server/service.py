@@ -54,7 +54,7 @@ class Service:
         self.draining = False
         self.num_active = 0  # HTTP requests being answered
         self.renderer.start()
-        self._max_open = engine_config.max_num_seqs + engine_config.max_queue
+        self._max_open = self.info.max_num_seqs + engine_config.max_queue
 
     def close(self) -> None:
         """End what runs beside the server. The engine's client is the caller's."""

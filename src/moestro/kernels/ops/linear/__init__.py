@@ -1,4 +1,4 @@
-"""linear: y = x @ weight.T + bias for a weight in any format.
+"""linear: y = x @ weight.T + bias for a weight in any format; and linear_parts, which may leave it split over K.
 
 T tokens, K inputs, N outputs.
 """
@@ -11,16 +11,25 @@ import torch
 
 from moestro.errors import KernelError
 from moestro.kernels.checks import require_shape
+from moestro.kernels.summands import Summands
 from moestro.quant.formats import Weight
 
 
 class Linear(Protocol):
-    def __call__(self, x_TK: torch.Tensor, weight: Weight, bias_N: torch.Tensor | None) -> torch.Tensor:
+    def __call__(
+        self, x_TK: torch.Tensor, weight: Weight, bias_N: torch.Tensor | None, out_dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
         """Apply a linear layer.
 
-        x_TK: [T, K] floating point, T may be 0. weight: [N, K]. bias_N: [N] or None.
-        Returns [T, N] in x's dtype, accumulated in float32. Raises KernelError when shapes do not fit.
+        x_TK: [T, K] floating point, T may be 0. weight: [N, K]. bias_N: [N] or None. out_dtype: x's where None.
+        Returns [T, N], accumulated in float32. Raises KernelError when shapes do not fit.
         """
+        ...
+
+
+class LinearParts(Protocol):
+    def __call__(self, x_TK: torch.Tensor, weight: Weight, bias_N: torch.Tensor | None) -> torch.Tensor | Summands:
+        """As Linear, for an output that goes to the residual stream: the sum over K may be left to the add."""
         ...
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from moestro.errors import KernelError
 from moestro.kernels.facts import Facts
 from moestro.kernels.jit import TAGS, float32_address, float32_input, kernel, supports_formats
 from moestro.kernels.memory import fetch_add, item_size, load, new_counter, store
@@ -29,8 +30,12 @@ def supports(facts: Facts) -> tuple[bool, str]:
     return supports_formats(facts)
 
 
-def linear(x_TK: torch.Tensor, weight: Weight, bias_N: torch.Tensor | None) -> torch.Tensor:
+def linear(
+    x_TK: torch.Tensor, weight: Weight, bias_N: torch.Tensor | None, out_dtype: torch.dtype | None = None
+) -> torch.Tensor:
     check(x_TK, weight, bias_N)
+    if out_dtype not in (None, torch.float32):
+        raise KernelError(f"linear: out_dtype={out_dtype}; the kernels for the CPU give float32")
     x_TK = float32_input("linear", "x", x_TK)
     T, K = x_TK.shape
     data = weight.data
@@ -40,6 +45,10 @@ def linear(x_TK: torch.Tensor, weight: Weight, bias_N: torch.Tensor | None) -> t
     if T:
         _linear(POOL.address, TAGS[data.dtype], x_TK.data_ptr(), data.data_ptr(), bias, y_TN.data_ptr(), T, N, K)
     return y_TN
+
+
+def linear_parts(x_TK: torch.Tensor, weight: Weight, bias_N: torch.Tensor | None) -> torch.Tensor:
+    return linear(x_TK, weight, bias_N)
 
 
 @kernel

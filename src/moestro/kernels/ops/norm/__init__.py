@@ -1,6 +1,7 @@
-"""rms_norm and add_rms_norm_: root-mean-square norm (arXiv 1910.07467), alone or after adding to the residual stream.
+"""rms_norm, add_rms_norm_ and add_rms_norm_logits_: root-mean-square norm (arXiv 1910.07467), alone, after adding to
+the residual stream, and with the router's logits of what it gives.
 
-T tokens, D width.
+T tokens, D width, E experts.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import torch
 
 from moestro.errors import KernelError
 from moestro.kernels.checks import require_shape
+from moestro.kernels.summands import Summands
+from moestro.quant.formats import Weight
 
 
 class RMSNorm(Protocol):
@@ -21,12 +24,35 @@ class RMSNorm(Protocol):
 
 class AddRMSNorm(Protocol):
     def __call__(
-        self, residual_TD: torch.Tensor, x_TD: torch.Tensor, scale: float, weight_D: torch.Tensor, eps: float
+        self,
+        residual_TD: torch.Tensor,
+        x: torch.Tensor | Summands,
+        scale: float,
+        weight_D: torch.Tensor,
+        eps: float,
     ) -> torch.Tensor:
         """Add scale * x to the residual in place and return the RMS norm of the new residual.
 
-        residual_TD: [T, D], contiguous, written in place. x_TD: [T, D]. weight_D: [D]. Returns [T, D] in the
-        residual's dtype.
+        residual_TD: [T, D], contiguous, written in place. x: [T, D], or what adds up to it. weight_D: [D]. Returns
+        [T, D] in the residual's dtype.
+        """
+        ...
+
+
+class AddRMSNormLogits(Protocol):
+    def __call__(
+        self,
+        residual_TD: torch.Tensor,
+        x: torch.Tensor | Summands,
+        scale: float,
+        weight_D: torch.Tensor,
+        eps: float,
+        router: Weight,
+        router_bias_E: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """add_rms_norm_, and the router's logits of its result as it was rounded: normed [T, D], logits float32 [T, E].
+
+        router: [E, D]. router_bias_E: [E] or None.
         """
         ...
 

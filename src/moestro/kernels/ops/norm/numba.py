@@ -1,4 +1,4 @@
-"""rms_norm and add_rms_norm_ for the CPU."""
+"""rms_norm, add_rms_norm_ and add_rms_norm_logits_ for the CPU."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ from moestro.kernels.checks import require_shape
 from moestro.kernels.facts import Facts
 from moestro.kernels.jit import device, float32_address, float32_input, kernel, supports_formats
 from moestro.kernels.memory import fetch_add, load, new_counter, store
+from moestro.kernels.ops.linear.numba import linear
 from moestro.kernels.ops.norm import check
 from moestro.kernels.pool import POOL, run, worker
+from moestro.kernels.summands import Summands, total
+from moestro.quant.formats import Weight
 
 # Below this many values waking the threads costs more than they save.
 SERIAL_VALUES = 32 * 1024
@@ -30,14 +33,27 @@ def rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Te
 
 
 def add_rms_norm_(
-    residual_TD: torch.Tensor, x_TD: torch.Tensor, scale: float, weight_D: torch.Tensor, eps: float
+    residual_TD: torch.Tensor, x: torch.Tensor | Summands, scale: float, weight_D: torch.Tensor, eps: float
 ) -> torch.Tensor:
-    require_shape("add_rms_norm_", "x", x_TD, residual_TD.shape)
+    require_shape("add_rms_norm_", "x", x, residual_TD.shape)
     check("add_rms_norm_", residual_TD, weight_D)
-    x_TD = float32_input("add_rms_norm_", "x", x_TD)
+    x_TD = float32_input("add_rms_norm_", "x", total(x, torch.float32))
     if float32_input("add_rms_norm_", "residual", residual_TD) is not residual_TD:
         raise KernelError("add_rms_norm_: the residual is written in place and must be contiguous")
     return _norm(residual_TD, x_TD.data_ptr(), scale, weight_D, eps)
+
+
+def add_rms_norm_logits_(
+    residual_TD: torch.Tensor,
+    x: torch.Tensor | Summands,
+    scale: float,
+    weight_D: torch.Tensor,
+    eps: float,
+    router: Weight,
+    router_bias_E: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    normed_TD = add_rms_norm_(residual_TD, x, scale, weight_D, eps)
+    return normed_TD, linear(normed_TD, router, router_bias_E)
 
 
 def _norm(x_TD: torch.Tensor, added: int, scale: float, weight_D: torch.Tensor, eps: float) -> torch.Tensor:

@@ -31,8 +31,8 @@ def qkv_store(
         q_TN, k_TN, v_TN = (x.clamp(-plan.clip, plan.clip) for x in (q_TN, k_TN, v_TN))
     q_THd, k_THd, v_THd = q_TN.reshape(T, H, d), k_TN.reshape(T, Hk, d), v_TN.reshape(T, Hk, dv)
     if cos_TR is not None and sin_TR is not None and plan.rotary_dim:
-        q_THd = _rotate(q_THd, cos_TR, sin_TR, plan)
-        k_THd = _rotate(k_THd, cos_TR, sin_TR, plan)
+        q_THd = rotate(q_THd, cos_TR, sin_TR, interleaved=plan.interleaved)
+        k_THd = rotate(k_THd, cos_TR, sin_TR, interleaved=plan.interleaved)
     num_slots = k_pages.shape[0] * batch.page_size
     real_T = batch.slots_T >= 0
     slots = batch.slots_T[real_T]
@@ -44,14 +44,15 @@ def qkv_store(
     return q_THd.to(qkv_TN.dtype)
 
 
-def _rotate(x_THd: torch.Tensor, cos_TR: torch.Tensor, sin_TR: torch.Tensor, plan: QKVPlan) -> torch.Tensor:
-    half = plan.rotary_dim // 2
-    rotated_THr = x_THd[..., : plan.rotary_dim]
-    if plan.interleaved:
+def rotate(x_THd: torch.Tensor, cos_TR: torch.Tensor, sin_TR: torch.Tensor, *, interleaved: bool) -> torch.Tensor:
+    """Rotate the first 2R numbers of each head by pairs (2i, 2i+1) if interleaved, else (i, i+R), in place."""
+    half = cos_TR.shape[1]
+    rotated_THr = x_THd[..., : 2 * half]
+    if interleaved:
         a, b = rotated_THr[..., 0::2], rotated_THr[..., 1::2]
     else:
         a, b = rotated_THr[..., :half], rotated_THr[..., half:]
     cos, sin = cos_TR[:, None], sin_TR[:, None]
     turned = (a * cos - b * sin, b * cos + a * sin)
-    front = torch.stack(turned, dim=-1).flatten(-2) if plan.interleaved else torch.cat(turned, dim=-1)
-    return torch.cat([front, x_THd[..., plan.rotary_dim :]], dim=-1)
+    front = torch.stack(turned, dim=-1).flatten(-2) if interleaved else torch.cat(turned, dim=-1)
+    return torch.cat([front, x_THd[..., 2 * half :]], dim=-1)

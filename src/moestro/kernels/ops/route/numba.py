@@ -13,7 +13,7 @@ import torch
 from moestro.kernels.facts import Facts
 from moestro.kernels.jit import device, float32_address, float32_input, kernel, supports_formats
 from moestro.kernels.memory import fetch_add, load, new_counter, store, store_int32
-from moestro.kernels.ops.route.reference import sigmoid
+from moestro.kernels.ops.route.reference import finish, sigmoid
 from moestro.kernels.pool import POOL, run, worker
 from moestro.kernels.scalar import exp
 from moestro.spec.fields import RouterSpec
@@ -29,7 +29,11 @@ def supports(facts: Facts) -> tuple[bool, str]:
 
 
 def route(
-    logits_TE: torch.Tensor, spec: RouterSpec, bias_E: torch.Tensor | None = None
+    logits_TE: torch.Tensor,
+    spec: RouterSpec,
+    bias_E: torch.Tensor | None = None,
+    slots_T: torch.Tensor | None = None,
+    counts_E: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     rule = {"topk_softmax": _TOPK_SOFTMAX, "sparsemixer": _SPARSEMIXER}.get(spec.scoring, _SCORES)
     assert bias_E is None or rule != _SPARSEMIXER, "sparsemixer has no selection bias"
@@ -51,7 +55,7 @@ def route(
         (spec.num_groups or 0, spec.top_groups or 0, spec.group_score == "top2_sum"),
         (spec.renormalize, float(spec.routed_scaling_factor), float(spec.jitter_eps)),
     )
-    return ids_TK, weights_TK
+    return finish(ids_TK, weights_TK, slots_T, counts_E)
 
 
 @kernel

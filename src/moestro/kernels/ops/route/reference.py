@@ -12,16 +12,30 @@ from moestro.spec.fields import RouterSpec
 
 
 def route(
-    logits_TE: torch.Tensor, spec: RouterSpec, bias_E: torch.Tensor | None = None
+    logits_TE: torch.Tensor,
+    spec: RouterSpec,
+    bias_E: torch.Tensor | None = None,
+    slots_T: torch.Tensor | None = None,
+    counts_E: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Choose top_k experts a token. Logits and bias are float32; returns ids int32 [T, K] and weights float32 [T, K].
-
-    Ids are in order of falling selection score, equal scores by rising id. The bias takes part in the choice only.
-    """
+    """See Route."""
     ids, weights = _RULES[spec.scoring](logits_TE, spec, bias_E)
     if spec.renormalize:
         weights = weights / weights.sum(dim=-1, keepdim=True).clamp_min(1e-20)
-    return ids.to(torch.int32), weights * spec.routed_scaling_factor
+    return finish(ids.to(torch.int32), weights * spec.routed_scaling_factor, slots_T, counts_E)
+
+
+def finish(
+    ids_TK: torch.Tensor, weights_TK: torch.Tensor, slots_T: torch.Tensor | None, counts_E: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Take padding out of a choice, and count the rest."""
+    if slots_T is not None:
+        padding_T1 = (slots_T < 0).unsqueeze(1)
+        ids_TK, weights_TK = ids_TK.masked_fill(padding_T1, -1), weights_TK.masked_fill(padding_T1, 0.0)
+    if counts_E is not None:
+        chosen = ids_TK[ids_TK >= 0].long()
+        counts_E += torch.bincount(chosen, minlength=counts_E.shape[0])
+    return ids_TK, weights_TK
 
 
 def sigmoid(x: torch.Tensor) -> torch.Tensor:
