@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is decorated, so before any of them is imported
-
+import tests.interpreter  # noqa: F401
 from moestro.checkpoint.assemble import load_tensors, plan_assembly
 from moestro.checkpoint.index import read_index
 from moestro.checkpoint.synth import TINY, write_checkpoint

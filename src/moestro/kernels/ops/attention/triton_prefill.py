@@ -83,7 +83,8 @@ def _clear_padding(
     """Write 0 to rows begin .. T of a kv head's heads, shared out among the blocks of the grid's first axis."""
     i = tl.arange(0, DVP)
     for r in range(begin * G + m_block, T * G, tl.num_programs(0)):
-        to = out + ((r // G).to(tl.int64) * H + hk * G + r % G) * DV + i
+        row = r // G + tl.zeros((DVP,), tl.int64)
+        to = out + (row * H + hk * G + r % G) * DV + i
         tl.store(to, tl.zeros((DVP,), out.dtype.element_ty), mask=i < DV)
 
 

@@ -94,6 +94,6 @@ def _latent_store_kernel(
         tl.store(to + C + i, key.to(pages.dtype.element_ty), mask=(i < ROPE) & (slot >= 0))
     else:
         h = (tl.program_id(1) - 1) * BH + tl.arange(0, BH)[:, None]
-        row = q_rope + t * stride_qt + tl.minimum(h, H - 1) * stride_qh
-        q = turned(row, i, 0.0, norm, cos + t * R, sin + t * R, ROPE, R, 0, None, INTERLEAVED)
+        q_rows = q_rope + t * stride_qt + tl.minimum(h, H - 1) * stride_qh
+        q = turned(q_rows, i, 0.0, norm, cos + t * R, sin + t * R, ROPE, R, 0, None, INTERLEAVED)
         tl.store(out + (t * H + h) * ROPE + i, q.to(out.dtype.element_ty), mask=(h < H) & (i < ROPE))
