@@ -1,4 +1,4 @@
-"""The engine on a GPU against the engine on the CPU: logits, greedy tokens of graphs, launches and CPU, counters, memory."""
+"""The engine on a GPU against the engine on the CPU: logits, greedy tokens, counters, memory."""
 
 from __future__ import annotations
 

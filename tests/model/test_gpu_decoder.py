@@ -6,9 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import tests.interpreter  # noqa: F401
 import torch
 
-import tests.interpreter  # noqa: F401
 from moestro.checkpoint.assemble import load_tensors, plan_assembly
 from moestro.checkpoint.index import read_index
 from moestro.checkpoint.synth import TINY, write_checkpoint

@@ -30,7 +30,7 @@ def decode_tiles(group: int, d: int, dtype: torch.dtype) -> dict[str, int]:
 
 
 def num_splits(blocks: int, max_keys: int, device: torch.device) -> int:
-    """Splits of the keys, a power of two up to 32: about two blocks a multiprocessor, one when they are filled anyway."""
+    """Splits of the keys, a power of two up to 32: about two blocks a multiprocessor, one if they are full anyway."""
     sms = num_sms(device)
     if 4 * blocks >= 3 * sms:
         return 1

@@ -65,7 +65,7 @@ def load_tile(
     D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, PAGE: tl.constexpr,
     V_IS_K: tl.constexpr, BN: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Keys first .. first + BN of one kv head: both parts and their values; from `end` on 0, if MASKED, and not read."""
+    """Keys first .. first + BN of one kv head: both parts and the values; if MASKED 0, unread, from `end` on."""
     key = first + tl.arange(0, BN)
     ok = key < end
     if MASKED:
@@ -105,7 +105,7 @@ def attend_tile(
 
 @triton.jit
 def first_state(sinks, head, mine, SINKS: tl.constexpr, BM: tl.constexpr, DVP: tl.constexpr):
-    """The softmax before any key: empty, or where `mine` with the sink of each row's head. m is finite: no inf - inf."""
+    """The softmax before any key: empty, or where `mine` the sink of each row's head. m is finite: no inf - inf."""
     m = tl.full((BM,), -1e30, tl.float32)
     l = tl.zeros((BM,), tl.float32)
     if SINKS:

@@ -75,7 +75,7 @@ def _latent_store_kernel(
     H: tl.constexpr, C: tl.constexpr, C_PAD: tl.constexpr, ROPE: tl.constexpr, ROPE_PAD: tl.constexpr,
     PAGE: tl.constexpr, INTERLEAVED: tl.constexpr, BH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A token's first block norms its latent, rotates its rope key and stores both; each other rotates BH query heads."""
+    """A token's first block norms its latent, rotates its rope key and stores both; the others rotate BH heads each."""
     t = tl.program_id(0).to(tl.int64)
     R: tl.constexpr = ROPE // 2
     i = tl.arange(0, ROPE_PAD)[None, :]

@@ -29,7 +29,7 @@ def supports(facts: Facts) -> tuple[bool, str]:
 def best_chunk(size: int) -> int:
     """The power of two that covers `size` in steps with the least beyond it; the largest such up to 4096."""
     if size < 256:
-        return triton.next_power_of_2(size)
+        return triton.next_power_of_2(size)  # type: ignore[no-any-return]
     return min((4096, 2048, 1024, 512, 256), key=lambda chunk: triton.cdiv(size, chunk) * chunk)
 
 
@@ -46,7 +46,7 @@ def _dot_tiles(T: int, N: int, K: int, sms: int, may_split: bool) -> dict[str, i
     BK = 64 if BT == 64 or K % 128 else 128
     BN = 64 if may_split or triton.cdiv(N, 64) >= sms else 32
     splits = 1
-    while may_split and splits < 8 and triton.cdiv(N, BN) * splits < 0.9 * sms and K >= 512 * splits:
+    while may_split and splits < 8 and triton.cdiv(N, BN) * splits < 0.9 * sms and 512 * splits <= K:
         splits *= 2
     return {"BN": BN, "BT": BT, "BK": BK, "SPLITS": splits, "num_warps": 4, "num_stages": 5 if BK == 64 else 4}
 

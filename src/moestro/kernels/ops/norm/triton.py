@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
-"""rms_norm, add_rms_norm_ and add_rms_norm_logits_ for NVIDIA GPUs: a row of the residual stays in one block's registers.
+"""rms_norm, add_rms_norm_ and add_rms_norm_logits_ for NVIDIA GPUs: a row of the residual stays in one block.
 
 T tokens, D width, E experts, S parts that add up to what a layer gives.
 """
@@ -135,7 +135,7 @@ def _new_row(
         part = parts + s * part_stride.to(tl.int64) + t * token_stride + d
         if weights is not None:
             weight = tl.load(weights + t * S + s)
-            added += weight * tl.load(part, mask=in_row & (weight != 0), other=0.0).to(tl.float32)
+            added += weight * tl.load(part, mask=d < tl.where(weight != 0, D, 0), other=0.0).to(tl.float32)
         else:
             added += tl.load(part, mask=in_row, other=0.0).to(tl.float32)
     if plus is not None:

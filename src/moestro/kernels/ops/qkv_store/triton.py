@@ -141,8 +141,8 @@ def turned(
 ):  # fmt: skip
     """Values i [1, W] of heads after norm, clamp and rotation; [B, W], float32, 0 for i >= D.
 
-    rows [B, 1]: pointers to a head's first value. rms [B, 1]: from inverse_rms. norm: the head's norm weights. cos, sin:
-    pointers to the token's table rows, one or [B, 1]. Each value's partner in the rotation is read once more, from cache.
+    rows [B, 1]: pointers to a head's first value. rms [B, 1]: from inverse_rms. norm: the head's norm weights. cos,
+    sin: pointers to the token's table rows, one or [B, 1]. Each value's partner in the rotation is read again.
     """
     zero = tl.zeros((rows.shape[0], 1), tl.int32)
     x = _normed(rows, i, i + zero < D, rms, norm, NORM, CLIP)

@@ -76,7 +76,7 @@ def _grid(tokens: int, outputs: int, experts: int, tiles: dict[str, int], is_sor
 
 @triton.jit
 def _rows(ids, order, offsets, T, e, K: tl.constexpr, BM: tl.constexpr, SORTED: tl.constexpr):
-    """The block's pairs [BM], -1 for none, and their rows in the sorted order (the pair itself where nothing is sorted)."""
+    """The block's pairs [BM], -1 for none, and their rows in the sorted order, or the pairs where nothing is sorted."""
     m = tl.arange(0, BM)
     if SORTED:
         row = tl.load(offsets + e) + tl.program_id(0) * BM + m
@@ -107,7 +107,7 @@ def _gate_up(
     has = pair >= 0
     if tl.max(pair, 0) >= 0:
         gate_w = w + e.to(tl.int64) * (2 * F * D)
-        token = tl.where(has, pair // K, 0).to(tl.int64)
+        token = (tl.maximum(pair, 0) // K).to(tl.int64)
         gate = tl.zeros((BN, BM), tl.float32)
         up = tl.zeros((BN, BM), tl.float32)
         for first in tl.range(0, D, BK):
@@ -144,13 +144,13 @@ def _down(
     pair, row = _rows(ids, order, offsets, T, e, K, BM, SORTED)
     has = pair >= 0
     if tl.max(pair, 0) >= 0:
-        row = tl.where(has, row, 0).to(tl.int64)
+        source = tl.maximum(row, 0).to(tl.int64)
         total = tl.zeros((BN, BM), tl.float32)
         for first in tl.range(0, F, BK):
             k = first + kk
             a = weight_tile(w + e.to(tl.int64) * (D * F), n, k, D, F, EVEN)
             inside = has[None, :] & (k < F)[:, None] if not EVEN else has[None, :]
-            v = tl.load(h + row[None, :] * F + k[:, None], mask=inside, other=0.0)
+            v = tl.load(h + source[None, :] * F + k[:, None], mask=inside, other=0.0)
             if UPCAST:
                 a, v = a.to(tl.float32), v.to(tl.float32)
             total = tl.dot(a, v, total, input_precision="ieee")

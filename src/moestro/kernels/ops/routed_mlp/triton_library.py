@@ -1,6 +1,6 @@
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
-"""The experts of a prompt: PyTorch's grouped matrix product, which is near the matrix unit's limit, between small kernels
-that bring rows in order, activate, and add up.
+"""The experts of a prompt: PyTorch's grouped matrix product, which is near the matrix unit's limit, between small
+kernels that bring rows in order, activate, and add up.
 
 T tokens, K top-k, P = T * K pairs, D width, F expert width, E experts.
 """
