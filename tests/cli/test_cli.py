@@ -72,7 +72,7 @@ def test_every_field_is_a_flag_with_its_help_and_default() -> None:
                 continue
             assert f"--{f.name.replace('_', '-')}" in shown
             assert " ".join(f.metadata["help"].split()) in shown
-    assert "[default: 64]" in shown
+    assert "[default: 16]" in shown
 
 
 def test_flags_become_the_configuration() -> None:
