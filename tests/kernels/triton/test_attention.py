@@ -10,17 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from moestro.kernels.gpu import INTERPRETED
 from moestro.kernels.ops.attention import PagedBatch, reference
-
-if INTERPRETED:  # NumPy 2.4 refuses int() of an array with one element, Triton 3.6's form of a loop's bound
-    from triton.runtime import interpreter
-
-    def _patch_tensor(tensor: Any, scope: Any, patch: Any = interpreter._patch_lang_tensor) -> None:
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-    interpreter._patch_lang_tensor = _patch_tensor
 
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
 

@@ -63,6 +63,7 @@ def test_ids_stay_in_range_whatever_the_logits(spec: RouterSpec, device: torch.d
     logits[3, 1] = float("inf")
     ids, _ = route(logits, spec)
     assert ((ids >= 0) & (ids < spec.num_experts)).all()
+    assert all(len(set(row)) == spec.top_k for row in ids.tolist()), "no expert twice"
 
 
 def test_no_tokens(device: torch.device) -> None:

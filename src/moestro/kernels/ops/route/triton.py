@@ -106,7 +106,7 @@ def _route_kernel(
     selection = score
     if bias is not None:
         selection = score + tl.load(bias + expert, mask=real, other=0.0)
-    selection = tl.where(real, selection, float("-inf"))
+    selection = tl.where(real & (selection == selection), selection, float("-inf"))
     if G > 1:
         selection = _best_groups(selection, place, group, G, TOP_GROUPS, TOP2_SUM)
     taken = ~real
